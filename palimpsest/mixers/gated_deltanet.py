@@ -1,0 +1,84 @@
+"""Gated DeltaNet (arXiv 2412.06464): the delta rule on a memory that fades at a learned rate per head.
+
+    S' = exp(g_t) S_{t-1}     S_t = S' + beta_t k_t (v_t - S'^T k_t)^T     o_t = S_t^T q_t / sqrt(K)
+    g_t = -exp(A_log) softplus(a_proj x + dt_bias)
+
+The normed output passes a gate: o_norm(o) * silu(g_proj x).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from palimpsest import ops
+from palimpsest.config import ModelConfig
+from palimpsest.mixers.deltanet import DeltaNet
+
+
+class GatedDeltaNet(DeltaNet):
+    """DeltaNet with forgetting and an output gate."""
+
+    float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.add_decay(config)
+        self.gate_activation = config.linear_output_gate
+        self.add_output_gate(config)
+
+    def add_decay(self, config: ModelConfig) -> None:
+        self.a_proj = nn.Linear(config.hidden_size, self.value_heads, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
+
+    def add_output_gate(self, config: ModelConfig) -> None:
+        width, values, rank = config.hidden_size, self.value_heads * self.value_dim, config.linear_output_gate_rank
+        self.low_rank = rank is not None
+        if self.gate_activation == "none":
+            return
+        if rank is None:
+            self.g_proj = nn.Linear(width, values, bias=False)
+        else:
+            self.g_a_proj = nn.Linear(width, rank, bias=False)
+            self.g_b_proj = nn.Linear(rank, values, bias=False)
+
+    @torch.no_grad()
+    def reset_decay(self, zero_rate: bool = False) -> None:
+        """Draws A_log = log U(1,16) (or 0) and dt_bias = softplus^-1(dt), dt log-uniform in [1e-3, 0.1], in float32."""
+        if zero_rate:
+            self.A_log.zero_()
+        else:
+            self.A_log.uniform_(1, 16).log_()
+        dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
+        dt += torch.log(-torch.expm1(-dt))
+
+    def remember(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return ops.gated_delta_rule(
+            q,
+            k,
+            v,
+            self.a_proj(x),
+            self.write_strength(x),
+            state=matrix,
+            cu_seqlens=cu_seqlens,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            qk_l2norm=True,
+        )
+
+    def read(self, x: Tensor, o: Tensor) -> Tensor:
+        if self.gate_activation == "none":
+            return self.o_norm(o)
+        gate = self.g_b_proj(self.g_a_proj(x)) if self.low_rank else self.g_proj(x)
+        dtype = torch.float64 if o.dtype == torch.float64 else torch.float32
+        normed = F.rms_norm(o.to(dtype), (self.value_dim,), self.o_norm.weight.to(dtype), self.o_norm.eps)
+        gate = gate.unflatten(-1, (self.value_heads, self.value_dim)).to(dtype)
+        opened = torch.sigmoid(gate) if self.gate_activation == "sigmoid" else F.silu(gate)
+        return (normed * opened).to(o.dtype)

@@ -1,0 +1,47 @@
+"""Kimi Delta Attention (arXiv 2510.26692): Gated DeltaNet whose memory fades at its own rate in every key channel.
+
+    S' = Diag(exp(g_t)) S_{t-1}     S_t = S' + beta_t k_t (v_t - S'^T k_t)^T     o_t = S_t^T q_t / sqrt(K)
+    z = f_b_proj f_a_proj x + dt_bias
+    g_t = -exp(A_log) softplus(z)  (Kimi Linear)    or    lower_bound sigmoid(exp(A_log) z)  (Kimi K3)
+
+The normed output passes a sigmoid gate, of low rank in Kimi Linear and of full rank in Kimi K3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from palimpsest import ops
+from palimpsest.config import ModelConfig
+from palimpsest.mixers.gated_deltanet import GatedDeltaNet
+
+
+class KDA(GatedDeltaNet):
+    """Gated DeltaNet with a vector gate. The gate's low-rank map has rank V."""
+
+    def add_decay(self, config: ModelConfig) -> None:
+        channels = self.value_heads * self.key_dim
+        self.f_a_proj = nn.Linear(config.hidden_size, self.value_dim, bias=False)
+        self.f_b_proj = nn.Linear(self.value_dim, channels, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
+        self.lower_bound = config.gate_lower_bound
+
+    def remember(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        raw = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.value_heads, self.key_dim))
+        return ops.kda(
+            q,
+            k,
+            v,
+            raw,
+            self.write_strength(x),
+            state=matrix,
+            cu_seqlens=cu_seqlens,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            lower_bound=self.lower_bound,
+            qk_l2norm=True,
+        )

@@ -1,0 +1,238 @@
+"""A model: embedded tokens, then per layer a mixer over time and an MLP over channels, then a norm and logits.
+
+    h <- join(h, mixer(norm h))     h <- join(h, mlp(norm h))     logits = W norm(h)
+
+`join` is the residual policy. The mixer, the MLP and the policy of every layer come from the `ModelConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from palimpsest import mixers, mlps, residuals
+from palimpsest.config import InputError, ModelConfig
+from palimpsest.mixers import GatedDeltaNet, ShortConvolution
+from palimpsest.moe import Experts, Router
+from palimpsest.ops import document_lengths
+from palimpsest.residuals import Site, Stream
+from palimpsest.state import LayerState, Segments, State
+
+
+@dataclass(frozen=True)
+class Output:
+    """logits [B,T,vocab] float32; the state after the tokens; the mean loss in nats over predicted tokens, with labels."""
+
+    logits: Tensor
+    state: State
+    loss: Tensor | None = None
+
+
+class Block(nn.Module):
+    """One layer: a mixer and an MLP, each behind a norm, joined to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.mixer_norm = _norm(config)
+        self.mixer = mixers.build(config.mixers[index], config)
+        self.mlp_norm = _norm(config)
+        self.mlp = mlps.build(config.mlps[index], config)
+        attends = config.residual != "sum"
+        self.mixer_residual = Site(config) if attends else None
+        self.mlp_residual = Site(config) if attends else None
+
+    def forward(self, stream: Stream, state: LayerState, segments: Segments) -> LayerState:
+        x = self.mixer_norm(stream.read(self.mixer_residual))
+        stream.seal(self.index)
+        y, state = self.mixer(x, state, segments)
+        stream.write(y)
+        stream.write(self.mlp(self.mlp_norm(stream.read(self.mlp_residual))))
+        return state
+
+
+class Model(nn.Module):
+    """Built from a `ModelConfig`; under `torch.device("meta")` no memory is taken, whatever the size."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = (
+            nn.Embedding(config.max_position_embeddings, config.hidden_size) if config.position == "learned" else None
+        )
+        self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.output_residual = Site(config) if config.residual != "sum" else None
+        self.norm = _norm(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws every parameter: matrices N(0, initializer_range), decay rates by their own rule.
+
+        With the sum residual the maps that write to it are scaled by 1/sqrt(2 layers), as in GPT-2.
+        """
+        std = self.config.initializer_range
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | Router | ShortConvolution):
+                module.weight.normal_(0, std)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, Experts):
+                for weight in module.parameters():
+                    weight.normal_(0, std)
+            elif isinstance(module, GatedDeltaNet):
+                module.reset_decay(zero_rate=self.config.gate_lower_bound is not None)
+            if isinstance(module, ShortConvolution):
+                # Near the identity: a fresh layer passes the current token on, at full size.
+                module.weight[:, -1] += 1
+        if self.config.residual == "sum":
+            for name, weight in self.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                    weight.mul_((2 * self.config.num_hidden_layers) ** -0.5)
+
+    def forward(
+        self,
+        ids: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Output:
+        """ids int64 [B,T], or packed [1,total] with cu_seqlens [N+1]. Returns logits, the new state and perhaps a loss.
+
+        `attention_mask` [B,T] marks real new tokens with 1; pads anywhere change nothing, and their logits are zero. `labels`
+        [B,T] are unshifted (label t is predicted at t-1), -100 is ignored. Raises ValueError for shapes that do not fit.
+        """
+        if labels is not None and labels.shape != ids.shape:
+            raise InputError(f"labels has shape {list(labels.shape)}; expected that of ids, {list(ids.shape)}")
+        packed, bounds, keep = self._pack(ids, cu_seqlens, attention_mask)
+        hidden, after, segments = self._hidden(packed, state, bounds)
+        logits = self.logits(hidden)
+        loss = None
+        if labels is not None:
+            chosen = labels if keep is None else labels[keep].unsqueeze(0)
+            loss = next_token_loss(logits, chosen, segments)
+        if keep is not None:
+            spread = logits.new_zeros(*ids.shape, logits.shape[-1])
+            spread[keep] = logits[0]
+            logits = spread
+        return Output(logits, after, loss)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        state: State | None = None,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> tuple[Tensor, State]:
+        """The normed hidden states [B,T,D] in front of the head, and the new state; arguments as in `forward`."""
+        packed, bounds, keep = self._pack(ids, cu_seqlens, attention_mask)
+        hidden, after, _ = self._hidden(packed, state, bounds)
+        if keep is not None:
+            spread = hidden.new_zeros(*ids.shape, hidden.shape[-1])
+            spread[keep] = hidden[0]
+            hidden = spread
+        return hidden, after
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[...,D] -> [...,vocab] in float32 (float64 when the model is)."""
+        logits = self.lm_head(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def new_state(self, batch_size: int = 1) -> State:
+        """The state of `batch_size` sequences that have not begun."""
+        dtype, device = self.embed_tokens.weight.dtype, self.embed_tokens.weight.device
+        layers = [block.mixer.new_state(batch_size, dtype, device) for block in self.layers]  # type: ignore[union-attr]
+        return State(layers, (0,) * batch_size)
+
+    def num_parameters(self, active: bool = False) -> int:
+        """All parameters, or those one token uses: without token and position tables, the head once, chosen experts."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if not active:
+            return total
+        if not self.config.tie_word_embeddings:
+            total -= self.embed_tokens.weight.numel()
+        if self.embed_positions is not None:
+            total -= self.embed_positions.weight.numel()
+        for module in self.modules():
+            if isinstance(module, Experts):
+                count = self.config.num_experts
+                idle = count - self.config.num_experts_per_token
+                total -= sum(parameter.numel() for parameter in module.parameters()) // count * idle
+        return total
+
+    def _pack(
+        self, ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Checks the arguments. A mask with pads turns the batch into a packed row: (ids, cu_seqlens, kept tokens)."""
+        if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+            raise InputError(f"ids is {ids.dtype} with shape {list(ids.shape)}; it must be int64 or int32 [B,T]")
+        if attention_mask is None:
+            return ids, cu_seqlens, None
+        if cu_seqlens is not None:
+            raise InputError(
+                "attention_mask and cu_seqlens were both given; packed tokens have no pads, so leave one out"
+            )
+        if attention_mask.shape != ids.shape:
+            raise InputError(
+                f"attention_mask has shape {list(attention_mask.shape)}; it speaks of the new tokens only, {list(ids.shape)}"
+            )
+        keep = attention_mask.bool()
+        if bool(keep.all()):
+            return ids, None, None
+        return ids[keep].unsqueeze(0), F.pad(keep.sum(1).cumsum(0), (1, 0)), keep
+
+    def _hidden(self, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State, Segments]:
+        batch, tokens = ids.shape
+        lengths = [tokens] * batch if cu_seqlens is None else document_lengths(cu_seqlens, batch, tokens)
+        if state is None:
+            state = self.new_state(len(lengths))
+        elif state.batch_size != len(lengths) or len(state.layers) != len(self.layers):
+            raise InputError(
+                f"the state holds {state.batch_size} sequences of {len(state.layers)} layers; "
+                f"these ids are {len(lengths)} sequences for {len(self.layers)} layers"
+            )
+        segments = Segments(state.lengths, tuple(lengths), cu_seqlens, ids.device)
+        self._check_range(ids, segments)
+        x = self.embed_tokens(ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(segments.positions)
+        stream = residuals.start(self.config, x)
+        layers = [block(stream, layer, segments) for block, layer in zip(self.layers, state.layers, strict=True)]
+        hidden = self.norm(stream.read(self.output_residual))
+        return hidden, State(layers, segments.lengths), segments
+
+    def _check_range(self, ids: Tensor, segments: Segments) -> None:
+        limit, longest = self.config.max_position_embeddings, max(segments.lengths, default=0)
+        if self.embed_positions is not None and longest > limit:
+            raise InputError(f"the sequence reaches {longest} tokens; this model's position table ends at {limit}")
+        # On an accelerator this would wait for the device at every pass; there the embedding's own check has to do.
+        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
+            low, high = (int(x) for x in ids.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise InputError(f"ids holds {wrong}; this model's vocabulary is 0..{self.config.vocab_size - 1}")
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, segments: Segments) -> Tensor:
+    """Mean cross-entropy in nats of label t under the logits at t-1, inside each sequence; 0 when nothing is predicted."""
+    targets = labels[:, 1:]
+    if segments.cu_seqlens is not None:
+        rows = segments.rows
+        targets = targets.masked_fill(rows[:, 1:] != rows[:, :-1], -100)
+    predicted = logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(predicted, targets.flatten().long(), ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layer":
+        return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
+    return nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

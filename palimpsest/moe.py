@@ -1,0 +1,127 @@
+"""Mixture of experts: a router picks a few of many MLPs for each token.
+
+    s = sigmoid(W_r x)  (or softmax)       chosen = top-k of s + bias       w_e = s_e / sum of the chosen s * factor
+    y = sum_e w_e E_e(x) + shared(x)
+
+The bias only chooses; it never enters the weights. In the latent form (LatentMoE, Kimi K3) experts work in a narrower space:
+
+    y = W_up RMSNorm( sum_e w_e E_e(W_down x) ) + shared(x)
+
+while the router and the shared expert see the full width. Router scores, weights and the sum over experts are float32.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from palimpsest import ops
+from palimpsest.config import ModelConfig
+from palimpsest.precision import KeepFloat32
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    renormalize: bool = True,
+    factor: float = 1.0,
+    score: str = "sigmoid",
+) -> tuple[Tensor, Tensor]:
+    """logits [N,E], selection bias [E] or None -> experts int64 [N,top_k] (best first), weights float32 [N,top_k]."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores = torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+    choice = scores if bias is None else scores + bias.to(scores.dtype)
+    experts = choice.topk(top_k, -1).indices
+    weights = scores.gather(-1, experts)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * factor
+
+
+class Router(KeepFloat32):
+    """Linear scores in float32 and the selection bias, which training's load balancing moves and no gradient does."""
+
+    float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+        bias = torch.zeros(config.num_experts, dtype=torch.float32)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.top_k, self.score = config.num_experts_per_token, config.moe_router_activation_func
+        self.renormalize, self.factor = config.moe_renormalize, config.routed_scaling_factor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N,D] -> experts [N,top_k], weights [N,top_k]."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        return route(logits, self.e_score_correction_bias, self.top_k, self.renormalize, self.factor, self.score)
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked: gate_proj and up_proj [E,I,R], down_proj [E,R,I]; R the width they work in."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        from palimpsest.mlps import activation
+
+        count, inner = config.num_experts, config.moe_intermediate_size
+        width = config.routed_expert_hidden_size or config.hidden_size
+        self.gate_proj = nn.Parameter(torch.zeros(count, inner, width))
+        self.up_proj = nn.Parameter(torch.zeros(count, inner, width))
+        self.down_proj = nn.Parameter(torch.zeros(count, width, inner))
+        self.activation = activation(config.moe_hidden_act, config)
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """x [N,R], experts and weights [N,k] -> the weighted sum [N,R] in x's dtype; three matrix products in all."""
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=self.gate_proj.shape[0])
+        rows = x[order // experts.shape[1]]
+        gate = ops.grouped_matmul(rows, self.gate_proj, counts)
+        up = ops.grouped_matmul(rows, self.up_proj, counts)
+        y = ops.grouped_matmul(self.activation(gate, up), self.down_proj, counts)
+        y = y.to(weights.dtype)[order.argsort()].unflatten(0, experts.shape)
+        return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+class MoE(nn.Module):
+    """x [...,D] -> [...,D]."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        from palimpsest.mlps import GatedMLP
+
+        width, latent = config.hidden_size, config.routed_expert_hidden_size
+        self.gate = Router(config)
+        self.experts = Experts(config)
+        self.shared_experts = None
+        if config.num_shared_experts:
+            inner = config.num_shared_experts * config.moe_intermediate_size
+            self.shared_experts = GatedMLP(config, config.moe_hidden_act, inner)
+        self.shared_expert_gate = nn.Linear(width, 1, bias=False) if config.shared_expert_gate else None
+        self.latent = latent is not None
+        if latent is not None:
+            self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
+            norm = nn.RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
+            self.routed_expert_norm = norm
+            self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, -2)
+        experts, weights = self.gate(flat)
+        if self.latent:
+            routed = self.experts(self.routed_expert_down_proj(flat), experts, weights)
+            routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
+        else:
+            routed = self.experts(flat, experts, weights)
+        if self.shared_experts is not None:
+            shared = self.shared_experts(flat)
+            if self.shared_expert_gate is not None:
+                shared = shared * torch.sigmoid(self.shared_expert_gate(flat))
+            routed = routed + shared
+        return routed.view_as(x)

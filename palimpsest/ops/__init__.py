@@ -1,0 +1,282 @@
+"""Tensor functions without parameters. Every backend of a function has the same signature and the same meaning.
+
+Shapes: q, k [B,T,H,K]; v, o [B,T,HV,V]; state [B,HV,K,V] (packed: [N,HV,K,V]); value head j reads key head j // (HV // H).
+`o` has v's dtype. The state is float32 (float64 when q is float64) and always returned. No input is modified.
+
+With `cu_seqlens` (int32 or int64 [N+1], from 0 to T) B must be 1 and every document has its own state; a document of no
+tokens returns the state it was given. T = 0 returns the state that was given, or zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from palimpsest.ops.chunked import chunked
+from palimpsest.ops.conv import short_conv
+from palimpsest.ops.grouped import grouped_matmul
+from palimpsest.ops.reference import recurrence
+
+__all__ = [
+    "backends",
+    "choose",
+    "delta_rule",
+    "gated_delta_rule",
+    "grouped_matmul",
+    "kda",
+    "kda_gate",
+    "l2norm",
+    "linear_attention",
+    "short_conv",
+]
+
+BACKENDS = ("reference", "chunked", "triton", "cpu")
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    qk_l2norm: bool = False,
+    beta_is_logit: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Kimi Delta Attention: the delta rule with one forgetting rate per key channel.
+
+    S' = Diag(exp(g_t)) S;  S = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = S^T (scale q_t)
+
+    g [B,T,HV,K] log decay <= 0; beta [B,T,HV]. With `A_log` [HV] (and `dt_bias` [HV*K]) g is the gate's raw input and
+    `kda_gate` is applied. `scale` defaults to K**-0.5. `qk_l2norm` normalises q and k per head first; `beta_is_logit`
+    applies a sigmoid to beta. Returns (o, state).
+    """
+    _check_shape("g", g, (*_value_shape(v), k.shape[-1]))
+    if A_log is not None:
+        g = kda_gate(g, A_log, dt_bias, lower_bound)
+    elif dt_bias is not None or lower_bound is not None:
+        raise ValueError("dt_bias and lower_bound belong to the gate: give A_log too, or a ready g")
+    return _run(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    qk_l2norm: bool = False,
+    beta_is_logit: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gated DeltaNet: the delta rule with one forgetting rate per head, g [B,T,HV] <= 0. Otherwise as `kda`.
+
+    With `A_log` [HV] (and `dt_bias` [HV]) g is the gate's raw input: g = -exp(A_log) softplus(g + dt_bias).
+    """
+    _check_shape("g", g, _value_shape(v))
+    if A_log is not None:
+        g = kda_gate(g.unsqueeze(-1), A_log, dt_bias).squeeze(-1)
+    elif dt_bias is not None:
+        raise ValueError("dt_bias belongs to the gate: give A_log too, or a ready g")
+    g = g.unsqueeze(-1)
+    return _run(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit)
+
+
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+    qk_l2norm: bool = False,
+    beta_is_logit: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """DeltaNet: S = S + beta_t k_t (v_t - S^T k_t)^T. beta [B,T,HV]. Otherwise as `kda`, without forgetting."""
+    return _run(q, k, v, None, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Additive memory: S = S + k_t v_t^T, o_t = S^T (scale q_t). Feature map and normaliser belong to the caller."""
+    return _run(q, k, v, None, None, scale, state, cu_seqlens, chunk_size, backend, False, False)
+
+
+def kda_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None = None) -> Tensor:
+    """Log decay from the gate's raw input, in float32 (float64 when z is): z [...,HV,K], A_log [HV], dt_bias [HV*K].
+
+    Without a bound g = -exp(A_log) softplus(z + dt_bias) (Kimi Linear, Gated DeltaNet with K = 1); with one
+    g = lower_bound sigmoid(exp(A_log) (z + dt_bias)), which lies in (lower_bound, 0) (Kimi K3).
+    """
+    heads, channels = z.shape[-2:]
+    _check_shape("A_log", A_log, (heads,))
+    dtype = _compute_dtype(z)
+    z, rate = z.to(dtype), A_log.to(dtype).exp().unsqueeze(-1)
+    if dt_bias is not None:
+        _check_shape("dt_bias", dt_bias, (heads * channels,))
+        z = z + dt_bias.to(dtype).view(heads, channels)
+    if lower_bound is None:
+        return -rate * F.softplus(z)
+    if not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound is {lower_bound}; it must be in [-5, 0)")
+    return lower_bound * torch.sigmoid(rate * z)
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last axis, in float32 (float64 when x is)."""
+    x = x.to(_compute_dtype(x))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def choose(tokens: int, device: torch.device, backend: str | None = None) -> tuple[str, str]:
+    """The backend that will run and the reason. A name that cannot run here raises ValueError."""
+    if backend is not None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)} or None")
+        for name, available, reason in backends():
+            if name == backend and not available:
+                raise ValueError(f"backend {backend!r} cannot run here: {reason}")
+        return backend, "asked for"
+    if tokens <= 2:
+        return "reference", "one or two tokens: the recurrence itself does the least work"
+    return "chunked", f"matrix products by chunks on {device.type}"
+
+
+def backends() -> list[tuple[str, bool, str]]:
+    """Every backend with whether it runs here and why."""
+    return [
+        ("reference", True, "token by token, any device and dtype"),
+        ("chunked", True, "matrix products, any device"),
+        ("triton", False, "no GPU kernels in this version"),
+        ("cpu", False, "no compiled CPU kernel in this version"),
+    ]
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+    backend: str | None,
+    qk_l2norm: bool,
+    beta_is_logit: bool,
+) -> tuple[Tensor, Tensor]:
+    """Checks, casts, expands the key heads and runs the chosen backend."""
+    lengths = _check(q, k, v, beta, state, cu_seqlens, chunk_size)
+    name, _ = choose(q.shape[1] if lengths is None else max(lengths, default=0), q.device, backend)
+    dtype, out_dtype = _compute_dtype(q), v.dtype
+    if qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    q = q.to(dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    k, v = k.to(dtype), v.to(dtype)
+    if beta is not None:
+        beta = beta.to(dtype).sigmoid() if beta_is_logit else beta.to(dtype)
+    g = None if g is None else g.to(dtype)
+    repeat = v.shape[2] // q.shape[2]
+    if repeat > 1:
+        q, k = q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2)
+    if state is None:
+        sequences = q.shape[0] if lengths is None else len(lengths)
+        state = q.new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3])
+    state = state.to(dtype)
+    if name == "reference":
+        o, final = recurrence(q, k, v, g, beta, state, lengths)
+    else:
+        o, final = chunked(q, k, v, g, beta, state, lengths, chunk_size)
+    return o.to(out_dtype), final
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _value_shape(v: Tensor) -> tuple[int, ...]:
+    if v.dim() != 4:
+        raise ValueError(f"v has shape {list(v.shape)}; it must be [B,T,HV,V]")
+    return tuple(v.shape[:3])
+
+
+def _check_shape(name: str, x: Tensor, expected: tuple[int, ...]) -> None:
+    if tuple(x.shape) != expected:
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected {list(expected)}")
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int,
+) -> list[int] | None:
+    """Raises ValueError for shapes that do not fit; returns the document lengths, or None when nothing is packed."""
+    batch, tokens, value_heads = _value_shape(v)
+    if q.dim() != 4 or q.shape[:2] != v.shape[:2]:
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [B,T,H,K] with B={batch} and T={tokens} as in v")
+    _check_shape("k", k, tuple(q.shape))
+    heads = q.shape[2]
+    if heads == 0 or value_heads % heads:
+        raise ValueError(f"v has {value_heads} heads; it must be a multiple of the {heads} heads of q and k")
+    if beta is not None:
+        _check_shape("beta", beta, (batch, tokens, value_heads))
+    if not 1 <= chunk_size <= 256:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be in 1..256")
+    lengths = None if cu_seqlens is None else document_lengths(cu_seqlens, batch, tokens)
+    if state is not None:
+        sequences = batch if lengths is None else len(lengths)
+        _check_shape("state", state, (sequences, value_heads, q.shape[3], v.shape[3]))
+    return lengths
+
+
+def document_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:
+    """Lengths of the packed documents; ValueError when the boundaries are not 0 = c_0 <= c_1 <= ... <= c_N = T."""
+    if batch != 1:
+        raise ValueError(f"the batch is {batch}; with cu_seqlens it must be 1 (all documents in one row)")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} with shape {list(cu_seqlens.shape)}; it must be int32 or int64 [N+1]"
+        )
+    bounds = cu_seqlens.tolist()
+    if not bounds or bounds[0] != 0:
+        raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")
+    if bounds[-1] != tokens:
+        raise ValueError(f"cu_seqlens ends with {bounds[-1]}; it must end with the number of tokens, {tokens}")
+    lengths = [after - before for before, after in zip(bounds, bounds[1:], strict=False)]
+    if min(lengths, default=0) < 0:
+        raise ValueError(f"cu_seqlens is {bounds}; it must not decrease")
+    return lengths

@@ -1,0 +1,68 @@
+"""The short causal convolution in front of every recurrent memory.
+
+    y[t,c] = SiLU( sum_j weight[c,j] x[t-W+1+j, c] )
+
+The last tap multiplies the current token. Left of a sequence stands its state (the last W-1 inputs), zeros at the start.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, state: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """x [B,T,C], weight [C,W], state [B or N,W-1,C] -> y [B,T,C] in x's dtype, and the last W-1 inputs as a new state.
+
+    The sum runs in float32 (float64 when x is). Raises ValueError for shapes that do not fit.
+    """
+    from palimpsest.ops import document_lengths
+
+    batch, tokens, channels = x.shape
+    if weight.dim() != 2 or weight.shape[0] != channels:
+        raise ValueError(f"weight has shape {list(weight.shape)}; expected [{channels}, W]")
+    past = weight.shape[1] - 1
+    lengths = None if cu_seqlens is None else document_lengths(cu_seqlens, batch, tokens)
+    sequences = batch if lengths is None else len(lengths)
+    if state is None:
+        state = x.new_zeros(sequences, past, channels)
+    elif tuple(state.shape) != (sequences, past, channels):
+        raise ValueError(f"state has shape {list(state.shape)}; expected {[sequences, past, channels]}")
+    state = state.to(x.dtype)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    taps = weight.to(dtype).unbind(1)
+    if lengths is None:
+        padded = torch.cat([state, x], 1)
+        total = sum(padded[:, j : j + tokens].to(dtype) * tap for j, tap in enumerate(taps))
+        return F.silu(total).to(x.dtype), padded[:, tokens:]  # type: ignore[arg-type]
+    return _packed(x, taps, state, lengths, dtype)
+
+
+def _packed(
+    x: Tensor, taps: tuple[Tensor, ...], state: Tensor, lengths: list[int], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """All documents in one row: their states go in front of them, and the taps skip what belongs to another document."""
+    past = len(taps) - 1
+    starts, at = [], 0
+    for length in lengths:
+        starts.append(at)
+        at += length
+    pieces = [
+        part for row, length in enumerate(lengths) for part in (state[row], x[0, starts[row] : starts[row] + length])
+    ]
+    padded = torch.cat(pieces) if pieces else x[0]
+    # Token t of document n stands at t + (n + 1) past in `padded`, right behind its own W - 1 predecessors.
+    offset = torch.repeat_interleave(
+        torch.arange(len(lengths), device=x.device) * past, torch.tensor(lengths, device=x.device), output_size=at
+    )
+    first = torch.arange(at, device=x.device) + offset
+    total = x.new_zeros(at, x.shape[2], dtype=dtype)
+    for j, tap in enumerate(taps):
+        total = total + padded[first + j].to(dtype) * tap
+    ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)], device=x.device)
+    rows = ends + torch.arange(len(lengths), device=x.device) * past
+    window = rows.unsqueeze(1) + torch.arange(past, device=x.device)
+    return F.silu(total).to(x.dtype).unsqueeze(0), padded[window]

@@ -1,0 +1,226 @@
+"""What a sequence carries to its next token.
+
+Three kinds of memory: keys and values (one row per token, softmax attention), latents (one short row per token, MLA), and
+recurrent matrices with the last inputs of a convolution (fixed size). A state is a value: a forward pass returns a new one
+and the old one still holds what it held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+Kind = Literal["kv", "recurrent", "conv"]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which tokens of a forward pass belong to which sequence.
+
+    Dense: ids [B,T], every sequence brings T tokens. Packed: ids [1,total], sequence n brings `new[n]` tokens, and
+    `cu_seqlens` int64 [N+1] holds the boundaries.
+    """
+
+    past: tuple[int, ...]  # tokens each sequence has consumed before
+    new: tuple[int, ...]  # tokens each sequence brings now
+    cu_seqlens: Tensor | None
+    device: torch.device
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence after this pass."""
+        return tuple(before + now for before, now in zip(self.past, self.new, strict=True))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Every sequence has the same past and brings the same number of tokens."""
+        return len(set(self.past)) <= 1 and len(set(self.new)) <= 1
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The sequence of every token, [B,T] or [1,total]."""
+        index = torch.arange(len(self.new), device=self.device)
+        if self.cu_seqlens is None:
+            return index.unsqueeze(1).expand(-1, self.new[0] if self.new else 0)
+        counts = torch.tensor(self.new, device=self.device)
+        return torch.repeat_interleave(index, counts, output_size=sum(self.new)).unsqueeze(0)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of every token in its sequence, [B,T] or [1,total]."""
+        past = torch.tensor(self.past, dtype=torch.long, device=self.device)
+        if self.cu_seqlens is None:
+            return past.unsqueeze(1) + torch.arange(self.new[0] if self.new else 0, device=self.device)
+        offset = past - self.cu_seqlens[:-1].to(past)
+        return torch.arange(sum(self.new), device=self.device).unsqueeze(0) + offset[self.rows]
+
+
+class Rows:
+    """Growing rows, left-aligned: tensors [B,S,...] of which sequence b uses the first lengths[b] rows.
+
+    Appending under no_grad writes into spare room behind the rows that earlier values see, so decoding does not copy the
+    past at every token. Only the newest value of a buffer may do so; any other copies first and starts its own buffer.
+    """
+
+    def __init__(self, buffers: tuple[Tensor, ...], size: int, newest: list[int] | None = None) -> None:
+        self._buffers = buffers
+        self.size = size  # S
+        self._newest = newest if newest is not None else [0]
+        self._ticket = self._newest[0]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The rows themselves, [B,S,...]; views."""
+        return tuple(buffer[:, : self.size] for buffer in self._buffers)
+
+    def append(self, new: tuple[Tensor, ...], segments: Segments) -> Rows:
+        """Rows with each sequence's new tokens behind its old ones; `new` are [B,T,...] or packed [1,total,...]."""
+        size = max(segments.lengths, default=0)
+        fresh = max(segments.past, default=0) == 0
+        if fresh and segments.cu_seqlens is None:
+            return Rows(new, size)
+        buffers, newest = self._room(new, size)
+        dense = segments.cu_seqlens is None and segments.is_uniform
+        for buffer, tensor in zip(buffers, new, strict=True):
+            if dense:
+                buffer[:, segments.past[0] : size] = tensor
+            else:
+                buffer[segments.rows, segments.positions] = tensor.to(buffer.dtype)
+        return Rows(buffers, size, newest)
+
+    def _room(self, new: tuple[Tensor, ...], size: int) -> tuple[tuple[Tensor, ...], list[int]]:
+        frozen = any(b.is_inference() for b in self._buffers) and not torch.is_inference_mode_enabled()
+        if (
+            not torch.is_grad_enabled()
+            and not frozen
+            and self._ticket == self._newest[0]
+            and self._buffers[0].shape[1] >= size
+        ):
+            self._newest[0] += 1
+            return self._buffers, self._newest
+        spare = 0 if torch.is_grad_enabled() or self.size == 0 else max(size // 4, 32)
+        grown = []
+        for buffer, tensor in zip(self._buffers, new, strict=True):
+            larger = tensor.new_zeros(buffer.shape[0], size + spare, *buffer.shape[2:])
+            kept = min(self.size, size)
+            larger[:, :kept] = buffer[:, :kept]
+            grown.append(larger)
+        return tuple(grown), [0]
+
+    def select(self, rows: Tensor) -> Rows:
+        return Rows(tuple(tensor[rows] for tensor in self.tensors), self.size)
+
+    def crop(self, size: int) -> Rows:
+        return Rows(tuple(tensor[:, :size].clone() for tensor in self.tensors), size)
+
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def bytes_per_token(self) -> int:
+        """What one more token of one sequence adds."""
+        return sum(buffer.shape[2:].numel() * buffer.element_size() for buffer in self._buffers)
+
+
+@dataclass(frozen=True)
+class KeyValue:
+    """Softmax attention: keys [B,S,Hkv,D] and values [B,S,Hkv,D]; grows with every token."""
+
+    rows: Rows
+
+    def num_bytes(self, kind: Kind) -> int:
+        return self.rows.num_bytes() if kind == "kv" else 0
+
+    def select(self, rows: Tensor) -> Self:
+        return replace(self, rows=self.rows.select(rows))
+
+
+@dataclass(frozen=True)
+class Latent(KeyValue):
+    """MLA: normed latents [B,S,R] and the shared positional key [B,S,r]; grows with every token."""
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """Linear memories: matrix [B,HV,K,V] in float32, and the last W-1 convolution inputs [B,W-1,C]; fixed size."""
+
+    matrix: Tensor
+    conv: Tensor
+
+    def num_bytes(self, kind: Kind) -> int:
+        held = {"recurrent": self.matrix, "conv": self.conv}.get(kind)
+        return 0 if held is None else held.numel() * held.element_size()
+
+    def select(self, rows: Tensor) -> Self:
+        return replace(self, matrix=self.matrix[rows], conv=self.conv[rows])
+
+
+LayerState = KeyValue | Latent | Recurrent
+
+
+class State:
+    """The memory of a batch of sequences: one entry per layer, and the number of tokens each sequence has consumed."""
+
+    def __init__(self, layers: Sequence[LayerState], lengths: tuple[int, ...]) -> None:
+        self.layers = tuple(layers)
+        self.lengths = lengths
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.lengths)
+
+    def num_bytes(self, kind: Kind | None = None) -> int:
+        """Bytes carried, in all or of one kind. Rows of unequal sequences count at the longest's length."""
+        kinds: tuple[Kind, ...] = ("kv", "recurrent", "conv")
+        if kind is not None and kind not in kinds:
+            raise ValueError(f"kind is {kind!r}; it must be one of {', '.join(kinds)} or None")
+        return sum(layer.num_bytes(each) for layer in self.layers for each in kinds if kind in (None, each))
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of one sequence adds; 0 when every layer's memory has a fixed size."""
+        return sum(layer.rows.bytes_per_token() for layer in self.layers if isinstance(layer, KeyValue))
+
+    def snapshot(self) -> State:
+        """The same memory as a value of its own, for `restore`."""
+        return State(self.layers, self.lengths)
+
+    def restore(self, snapshot: State) -> Self:
+        """Goes back to a snapshot, in place."""
+        self.layers, self.lengths = snapshot.layers, snapshot.lengths
+        return self
+
+    def select(self, rows: Sequence[int] | Tensor) -> State:
+        """A new state with the given sequences, in the given order; a sequence may be taken more than once."""
+        chosen = [int(row) for row in rows]
+        for row in chosen:
+            if not -self.batch_size <= row < self.batch_size:
+                raise ValueError(f"row {row} is outside the state's {self.batch_size} sequences")
+        device = _device(self.layers)
+        index = torch.tensor(chosen, dtype=torch.long, device=device)
+        return State([layer.select(index) for layer in self.layers], tuple(self.lengths[row] for row in chosen))
+
+    def crop(self, tokens: int) -> Self:
+        """Forgets all but the first `tokens` tokens of every sequence, in place.
+
+        Raises ValueError when a sequence is shorter, or when a layer's memory is recurrent: what was overwritten is gone.
+        """
+        if tokens < 0 or any(tokens > length for length in self.lengths):
+            raise ValueError(f"cannot crop to {tokens} tokens: the sequences hold {list(self.lengths)}")
+        if all(tokens == length for length in self.lengths):
+            return self
+        layers = []
+        for number, layer in enumerate(self.layers):
+            if not isinstance(layer, KeyValue):
+                raise ValueError(f"cannot crop: layer {number} has a recurrent memory; restore a snapshot instead")
+            layers.append(replace(layer, rows=layer.rows.crop(tokens)))
+        self.layers, self.lengths = tuple(layers), (tokens,) * self.batch_size
+        return self
+
+
+def _device(layers: Sequence[LayerState]) -> torch.device:
+    first = layers[0]
+    return first.matrix.device if isinstance(first, Recurrent) else first.rows.tensors[0].device
