@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def _coerce(value: Any, hint: Any) -> Any:
         return float(value)
     if hint is int and isinstance(value, bool):
         return _WRONG
-    return value if isinstance(value, hint) and value == value else _WRONG
+    if isinstance(value, float) and not math.isfinite(value):
+        return _WRONG
+    return value if isinstance(value, hint) else _WRONG
 
 
 def _describe(hint: Any) -> str:

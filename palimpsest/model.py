@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,10 @@ from palimpsest.moe import Experts, Router
 from palimpsest.ops import document_lengths
 from palimpsest.residuals import Site, Stream
 from palimpsest.state import LayerState, Segments, State
+
+# Parameters that stay in float32 whatever the model's dtype: they act through exponentials and over thousands of steps, so
+# rounding them changes the memory itself.
+FLOAT32 = ("A_log", "dt_bias", "conv1d.weight", "e_score_correction_bias")
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,15 @@ class Model(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.reset_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """As in torch, but parameters named in FLOAT32 never go below float32 (`.to(torch.bfloat16)` and its like)."""
+        kept = {name: parameter.data for name, parameter in self.named_parameters() if name.endswith(FLOAT32)}
+        super()._apply(fn, recurse)
+        for name, parameter in self.named_parameters():
+            if name in kept and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = kept[name].to(parameter.device)
+        return self
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -177,9 +191,7 @@ class Model(nn.Module):
         if attention_mask is None:
             return ids, cu_seqlens, None
         if cu_seqlens is not None:
-            raise InputError(
-                "attention_mask and cu_seqlens were both given; packed tokens have no pads, so leave one out"
-            )
+            raise InputError("attention_mask and cu_seqlens were both given; packed tokens have no pads, so leave one out")
         if attention_mask.shape != ids.shape:
             raise InputError(
                 f"attention_mask has shape {list(attention_mask.shape)}; it speaks of the new tokens only, {list(ids.shape)}"

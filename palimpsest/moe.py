@@ -12,15 +12,12 @@ while the router and the shared expert see the full width. Router scores, weight
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
-from palimpsest.precision import KeepFloat32
 
 
 def route(
@@ -42,10 +39,8 @@ def route(
     return experts, weights * factor
 
 
-class Router(KeepFloat32):
+class Router(nn.Module):
     """Linear scores in float32 and the selection bias, which training's load balancing moves and no gradient does."""
-
-    float32: ClassVar[tuple[str, ...]] = ("e_score_correction_bias",)
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -51,7 +51,8 @@ class Attention(nn.Module):
             q = rotate(q, segments.positions, self.rope_theta, self.rotated)
             k = rotate(k, segments.positions, self.rope_theta, self.rotated)
         rows = state.rows.append((k, v), segments)
-        o = causal_attention(q, *rows.tensors, segments, self.head_dim**-0.5).flatten(-2)
+        keys, values = rows.tensors
+        o = causal_attention(q, keys, values, segments, self.head_dim**-0.5).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(o), KeyValue(rows)

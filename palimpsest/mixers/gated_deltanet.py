@@ -9,7 +9,6 @@ The normed output passes a gate: o_norm(o) * silu(g_proj x).
 from __future__ import annotations
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ from palimpsest.mixers.deltanet import DeltaNet
 
 class GatedDeltaNet(DeltaNet):
     """DeltaNet with forgetting and an output gate."""
-
-    float32: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)

@@ -9,31 +9,26 @@ layer the order of neighbouring tokens, as in its successors.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
-from palimpsest.precision import KeepFloat32
 from palimpsest.state import Recurrent, Segments
 
 NORMALISER_EPS = 1e-6
 
 
-class ShortConvolution(KeepFloat32):
+class ShortConvolution(nn.Module):
     """Taps [C,W] of a causal depthwise convolution; `ops.short_conv` applies them."""
-
-    float32: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(self, channels: int, taps: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, taps, dtype=torch.float32))
 
 
-class LinearAttention(KeepFloat32):
+class LinearAttention(nn.Module):
     """x [B,T,D] -> [B,T,D]; carries one matrix per value head and the convolution's last inputs.
 
     Its successors inherit the projections and the convolution, and replace `remember` (what is written) and `read`

@@ -61,23 +61,20 @@ class MLA(nn.Module):
         rows = state.rows.append((latent, k_rope), segments)
         absorb = max(segments.past, default=0) > 0 and max(segments.new, default=0) < self.break_even
         attend = self.attend_absorbed if absorb else self.attend_expanded
-        o = attend(q_nope, q_rope, *rows.tensors, segments).flatten(-2)
+        latents, shared_keys = rows.tensors
+        o = attend(q_nope, q_rope, latents, shared_keys, segments).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(o), Latent(rows)
 
-    def attend_expanded(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments
-    ) -> Tensor:
+    def attend_expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
         """q [B,T,H,nope], [B,T,H,r]; rows [B,S,R], [B,S,r] -> o [B,T,H,V], with k and v formed for every row."""
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.nope, self.value_dim], -1)
         k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, self.heads, -1).to(k_nope.dtype)], -1)
         q = torch.cat([q_nope, q_rope], -1)
         return causal_attention(q, k, v, segments, (self.nope + self.rope) ** -0.5)
 
-    def attend_absorbed(
-        self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments
-    ) -> Tensor:
+    def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
         """The same numbers without forming k and v: one shared key [c | p] and one shared value c for all heads."""
         weight = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         up_k, up_v = weight.split([self.nope, self.value_dim], 1)  # [H,nope,R], [H,V,R]

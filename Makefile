@@ -1,0 +1,67 @@
+# Everything runs in .venv, which the first target that needs it creates and fills. Nothing is installed again until
+# pyproject.toml, constraints.txt or the version changes. PYTHON chooses the interpreter for a new .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+SETUP := pyproject.toml constraints.txt palimpsest/__init__.py
+
+.PHONY: help demo test check lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    train and compare the eight stages on Shakespeare; prints where the report is"
+	@echo "make test    lint, types, import contract and all tests"
+	@echo "make check   the same with the quick tests only"
+	@echo "make format  rewrite the code to the project's format"
+	@echo "make clean   remove .venv and caches; runs/ stays"
+
+demo: .venv/.demo-installed
+	$(BIN)/palimpsest lineage
+	@echo "report: $(CURDIR)/runs/lineage/report.html"
+
+test: lint
+	$(PYTEST)
+
+check: lint
+	$(PYTEST) -m "not slow"
+
+lint: .venv/.dev-installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+format: .venv/.dev-installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) is missing or older than Python 3.11; try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@rm -f .venv/.*-installed
+
+# torch comes first and exactly pinned: with a range pip would choose a build for GPUs that is several GB larger.
+# A .venv that already has a torch the package accepts keeps it.
+.venv/.torch-installed: | $(BIN)/python
+	@$(BIN)/python -c "import sys; from importlib.metadata import version as v; \
+	  sys.exit(tuple(map(int, v('torch').split('.')[:2])) < (2, 11))" 2>/dev/null || \
+	  { echo "installing torch"; $(PIP) -c constraints.txt torch==2.13.0; }
+	@touch $@
+
+.venv/.demo-installed: $(SETUP) | .venv/.torch-installed
+	@echo "installing palimpsest with what the demo needs"
+	@$(PIP) -c constraints.txt -e ".[demo]"
+	@touch $@
+
+# The dev extra and the demo extra together also serve the demo.
+.venv/.dev-installed: $(SETUP) | .venv/.torch-installed
+	@echo "installing palimpsest with what development needs"
+	@$(PIP) -c constraints.txt -e ".[dev,demo]"
+	@touch .venv/.demo-installed $@
