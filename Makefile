@@ -31,7 +31,7 @@ lint: .venv/.dev-installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: .venv/.dev-installed
 	$(BIN)/ruff check --fix

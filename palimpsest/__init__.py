@@ -1,15 +1,30 @@
 """Palimpsest: every model on the road from GPT-2 to Kimi K3, in one readable package.
 
-    import palimpsest as pal
-    model = pal.Model(pal.ModelConfig.preset("kimi-k3-tiny"))
-    out = model(ids)  # out.logits, out.state
+import palimpsest as pal
+model = pal.Model(pal.ModelConfig.preset("kimi-k3-tiny"))
+out = model(ids)  # out.logits, out.state
 """
 
+from palimpsest.checkpoint import load, save
 from palimpsest.config import InputError, ModelConfig, SamplingConfig, TrainConfig
+from palimpsest.generate import Completion, generate
 from palimpsest.model import Model, Output
 from palimpsest.presets import presets
 from palimpsest.state import State
 
 __version__ = "0.1.0"
 
-__all__ = ["InputError", "Model", "ModelConfig", "Output", "SamplingConfig", "State", "TrainConfig", "presets"]
+__all__ = [
+    "Completion",
+    "InputError",
+    "Model",
+    "ModelConfig",
+    "Output",
+    "SamplingConfig",
+    "State",
+    "TrainConfig",
+    "generate",
+    "load",
+    "presets",
+    "save",
+]

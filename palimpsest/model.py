@@ -204,6 +204,8 @@ class Model(nn.Module):
     def _hidden(self, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State, Segments]:
         batch, tokens = ids.shape
         lengths = [tokens] * batch if cu_seqlens is None else document_lengths(cu_seqlens, batch, tokens)
+        if not lengths:
+            raise InputError("ids holds no sequences; give at least one (it may have no tokens)")
         if state is None:
             state = self.new_state(len(lengths))
         elif state.batch_size != len(lengths) or len(state.layers) != len(self.layers):

@@ -102,8 +102,8 @@ class MoE(nn.Module):
         self.latent = latent is not None
         if latent is not None:
             self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
-            norm = nn.RMSNorm(latent, config.rms_norm_eps) if config.latent_moe_use_norm else nn.Identity()
-            self.routed_expert_norm = norm
+            use_norm, self.norm_eps = config.latent_moe_use_norm, config.rms_norm_eps
+            self.routed_expert_norm = nn.RMSNorm(latent, config.rms_norm_eps) if use_norm else None
             self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +111,9 @@ class MoE(nn.Module):
         experts, weights = self.gate(flat)
         if self.latent:
             routed = self.experts(self.routed_expert_down_proj(flat), experts, weights)
-            routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
+            if self.routed_expert_norm is not None:
+                routed = ops.rms_norm(routed, self.routed_expert_norm.weight, self.norm_eps)
+            routed = self.routed_expert_up_proj(routed)
         else:
             routed = self.experts(flat, experts, weights)
         if self.shared_experts is not None:

@@ -45,9 +45,7 @@ def _hybrid(layers: int, full: str = "mla", linear: str = "kda", every: int = 4)
     return [full if (i + 1) % every == 0 or i == layers - 1 else linear for i in range(layers)]
 
 
-def _linear_heads(
-    heads: int, key_dim: int, value_dim: int | None = None, value_heads: int | None = None
-) -> dict[str, Any]:
+def _linear_heads(heads: int, key_dim: int, value_dim: int | None = None, value_heads: int | None = None) -> dict[str, Any]:
     return {
         "linear_num_key_heads": heads,
         "linear_num_value_heads": value_heads or heads,
@@ -227,9 +225,7 @@ def presets() -> list[str]:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """A preset with fields overridden; see `ModelConfig.preset`."""
     if name not in PRESETS:
-        raise InputError(
-            f"preset {name!r} does not exist{suggestion(name, PRESETS)}; `palimpsest presets` lists them all"
-        )
+        raise InputError(f"preset {name!r} does not exist{suggestion(name, PRESETS)}; `palimpsest presets` lists them all")
     values = {**PRESETS[name], **overrides}
     layers = values["num_hidden_layers"]
     if isinstance(layers, int) and layers > 0:

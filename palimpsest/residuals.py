@@ -33,7 +33,8 @@ def mix(sources: Tensor | Sequence[Tensor], norm_weight: Tensor, proj_weight: Te
     dtype = torch.float64 if kept == torch.float64 else torch.float32
     query = norm_weight.flatten().to(dtype) * proj_weight.flatten().to(dtype)
     values = [value.to(dtype) for value in values]
-    scores = [(value @ query) * torch.rsqrt(value.square().mean(-1) + eps) for value in values]
+    with torch.autocast(query.device.type, enabled=False):
+        scores = [(value @ query) * torch.rsqrt(value.square().mean(-1) + eps) for value in values]
     shares = torch.stack(scores, -1).softmax(-1).unsqueeze(-2)
     mixed = values[0] * shares[..., 0]
     for index, value in enumerate(values[1:], 1):

@@ -95,12 +95,7 @@ class Rows:
 
     def _room(self, new: tuple[Tensor, ...], size: int) -> tuple[tuple[Tensor, ...], list[int]]:
         frozen = any(b.is_inference() for b in self._buffers) and not torch.is_inference_mode_enabled()
-        if (
-            not torch.is_grad_enabled()
-            and not frozen
-            and self._ticket == self._newest[0]
-            and self._buffers[0].shape[1] >= size
-        ):
+        if not torch.is_grad_enabled() and not frozen and self._ticket == self._newest[0] and self._buffers[0].shape[1] >= size:
             self._newest[0] += 1
             return self._buffers, self._newest
         spare = 0 if torch.is_grad_enabled() or self.size == 0 else max(size // 4, 32)

@@ -54,9 +54,7 @@ def recalled(ids: Tensor) -> Tensor:
     seed=st.integers(0, 2**31),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_every_row_is_solvable_and_well_formed(
-    vocab_size: int, share: float, queries: float, rows: int, seed: int
-) -> None:
+def test_every_row_is_solvable_and_well_formed(vocab_size: int, share: float, queries: float, rows: int, seed: int) -> None:
     num_keys = vocab_size // 2 - 1
     num_pairs = 1 + round(share * (num_keys - 1))
     num_queries = 1 + round(queries * (num_pairs - 1))

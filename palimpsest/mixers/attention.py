@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.state import KeyValue, Rows, Segments
 
@@ -34,6 +35,7 @@ class Attention(nn.Module):
         self.g_proj = nn.Linear(width, self.heads * self.head_dim, bias=False) if config.attention_output_gate else None
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.norm_eps = config.rms_norm_eps
         self.rotated = int(self.head_dim * config.partial_rotary_factor) if config.position == "rope" else 0
         self.rope_theta = config.rope_theta
 
@@ -46,7 +48,8 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = ops.rms_norm(q, self.q_norm.weight, self.norm_eps)
+            k = ops.rms_norm(k, self.k_norm.weight, self.norm_eps)
         if self.rotated:
             q = rotate(q, segments.positions, self.rope_theta, self.rotated)
             k = rotate(k, segments.positions, self.rope_theta, self.rotated)

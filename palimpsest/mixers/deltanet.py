@@ -25,6 +25,7 @@ class DeltaNet(LinearAttention):
         super().__init__(config)
         self.b_proj = nn.Linear(config.hidden_size, self.value_heads, bias=False)
         self.o_norm = nn.RMSNorm(self.value_dim, config.rms_norm_eps)
+        self.norm_eps = config.rms_norm_eps
         self.allow_neg_eigval = config.allow_neg_eigval
 
     def write_strength(self, x: Tensor) -> Tensor:
@@ -40,4 +41,4 @@ class DeltaNet(LinearAttention):
         return ops.delta_rule(q, k, v, beta, state=matrix, cu_seqlens=cu_seqlens, qk_l2norm=True)
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:
-        return self.o_norm(o)
+        return ops.rms_norm(o, self.o_norm.weight, self.norm_eps)

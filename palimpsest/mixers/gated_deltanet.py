@@ -72,10 +72,10 @@ class GatedDeltaNet(DeltaNet):
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:
         if self.gate_activation == "none":
-            return self.o_norm(o)
+            return super().read(x, o)
         gate = self.g_b_proj(self.g_a_proj(x)) if self.low_rank else self.g_proj(x)
         dtype = torch.float64 if o.dtype == torch.float64 else torch.float32
-        normed = F.rms_norm(o.to(dtype), (self.value_dim,), self.o_norm.weight.to(dtype), self.o_norm.eps)
+        normed = ops.rms_norm(o.to(dtype), self.o_norm.weight, self.norm_eps)
         gate = gate.unflatten(-1, (self.value_heads, self.value_dim)).to(dtype)
         opened = torch.sigmoid(gate) if self.gate_activation == "sigmoid" else F.silu(gate)
         return (normed * opened).to(o.dtype)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.mixers.attention import causal_attention, rotate
 from palimpsest.state import Latent, Rows, Segments
@@ -51,10 +52,13 @@ class MLA(nn.Module):
         return Latent(Rows((latent, torch.empty(batch, 0, self.rope, dtype=dtype, device=device)), 0))
 
     def forward(self, x: Tensor, state: Latent, segments: Segments) -> tuple[Tensor, Latent]:
-        q = self.q_proj(x) if hasattr(self, "q_proj") else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x)
+        else:
+            q = self.q_b_proj(ops.rms_norm(self.q_a_proj(x), self.q_a_layernorm.weight, LOW_RANK_NORM_EPS))
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
-        latent = self.kv_a_layernorm(latent)
+        latent = ops.rms_norm(latent, self.kv_a_layernorm.weight, LOW_RANK_NORM_EPS)
         if self.rope_theta is not None:
             q_rope = rotate(q_rope, segments.positions, self.rope_theta, self.rope)
             k_rope = rotate(k_rope.unsqueeze(2), segments.positions, self.rope_theta, self.rope).squeeze(2)

@@ -28,6 +28,7 @@ __all__ = [
     "kda_gate",
     "l2norm",
     "linear_attention",
+    "rms_norm",
     "short_conv",
 ]
 
@@ -157,6 +158,12 @@ def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis: arithmetic in float32 (float64 when x is), result in x's dtype."""
+    dtype = _compute_dtype(x)
+    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
+
+
 def choose(tokens: int, device: torch.device, backend: str | None = None) -> tuple[str, str]:
     """The backend that will run and the reason. A name that cannot run here raises ValueError."""
     if backend is not None:
@@ -213,10 +220,12 @@ def _run(
         sequences = q.shape[0] if lengths is None else len(lengths)
         state = q.new_zeros(sequences, v.shape[2], q.shape[3], v.shape[3])
     state = state.to(dtype)
-    if name == "reference":
-        o, final = recurrence(q, k, v, g, beta, state, lengths)
-    else:
-        o, final = chunked(q, k, v, g, beta, state, lengths, chunk_size)
+    # The dtypes are set above; autocast would take the memory's products down to 16 bits.
+    with torch.autocast(q.device.type, enabled=False):
+        if name == "reference":
+            o, final = recurrence(q, k, v, g, beta, state, lengths)
+        else:
+            o, final = chunked(q, k, v, g, beta, state, lengths, chunk_size)
     return o.to(out_dtype), final
 
 

@@ -50,9 +50,7 @@ def _packed(
     for length in lengths:
         starts.append(at)
         at += length
-    pieces = [
-        part for row, length in enumerate(lengths) for part in (state[row], x[0, starts[row] : starts[row] + length])
-    ]
+    pieces = [part for row, length in enumerate(lengths) for part in (state[row], x[0, starts[row] : starts[row] + length])]
     padded = torch.cat(pieces) if pieces else x[0]
     # Token t of document n stands at t + (n + 1) past in `padded`, right behind its own W - 1 predecessors.
     offset = torch.repeat_interleave(

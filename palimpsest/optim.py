@@ -1,0 +1,170 @@
+"""The optimiser: which parameters decay, AdamW in float32, the learning rate over the steps, gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from palimpsest.config import TrainConfig
+from palimpsest.moe import Experts, Router
+
+MATRICES = (nn.Linear, Router, Experts)
+STATE = ("step", "exp_avg", "exp_avg_sq")
+
+
+class TrainingFailed(RuntimeError):
+    """A loss or a gradient is no longer finite. The text is one line: the step, what was found, and what to change."""
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for an optimiser: matrices, which decay, and everything else, which does not.
+
+    Matrices are the weights of linear maps, of routers and of stacked experts. Embeddings (also when the head is tied to
+    one), norms, biases, decay rates, convolution taps and residual queries do not decay. Each parameter that requires a
+    gradient is in one group, once; `param_names` beside `params` tells which is which.
+    """
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    matrices = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, MATRICES)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() >= 2 and id(parameter) not in tables
+    }
+    groups = [
+        {"params": [], "param_names": [], "weight_decay": weight_decay},
+        {"params": [], "param_names": [], "weight_decay": 0.0},
+    ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = groups[0] if id(parameter) in matrices else groups[1]
+            group["params"].append(parameter)
+            group["param_names"].append(name)
+    return [group for group in groups if group["params"]]
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW whose moments and weights are float32 whatever the model's dtype.
+
+    In bfloat16 the second moment stops moving and a small update rounds to nothing. A parameter of lower precision
+    therefore gets a float32 copy, which is what the groups hold and what is updated; the model gets its rounded value.
+    Make a new optimiser after loading other weights into such a model.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        self.rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's parameter, its float32 copy
+        groups = [{**group, "params": [self._precise(p) for p in group["params"]]} for group in groups]
+        super().__init__(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+
+    def _precise(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        self.rounded.append((parameter, nn.Parameter(parameter.detach().float())))
+        return self.rounded[-1][1]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for parameter, precise in self.rounded:
+            precise.grad = None if parameter.grad is None else parameter.grad.float()
+        result = super().step(closure)
+        for parameter, precise in self.rounded:
+            parameter.copy_(precise)
+            precise.grad = None
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter, _ in self.rounded:
+            parameter.grad = None
+
+    def named_state(self) -> dict[str, Tensor]:
+        """All that decides the next updates, as `{parameter name}.{exp_avg, exp_avg_sq, step, weight}`."""
+        tensors = {}
+        copies = {id(precise) for _, precise in self.rounded}
+        for name, parameter in self._named():
+            for key in STATE:
+                if parameter in self.state:
+                    tensors[f"{name}.{key}"] = self.state[parameter][key]
+            if id(parameter) in copies:
+                tensors[f"{name}.weight"] = parameter.detach()
+        return tensors
+
+    def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes what `named_state` gave. Raises ValueError, with nothing changed, when it does not fit the parameters."""
+        copies = {id(precise) for _, precise in self.rounded}
+        left = dict(tensors)
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for name, parameter in self._named():
+            has_state = f"{name}.step" in left
+            keys = [*(STATE if has_state else ()), *(["weight"] if id(parameter) in copies else [])]
+            found = {key: left.pop(f"{name}.{key}", None) for key in keys}
+            for key, tensor in found.items():
+                shape = [] if key == "step" else list(parameter.shape)
+                if tensor is None or list(tensor.shape) != shape:
+                    have = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, expected {shape}"
+                    raise ValueError(f"optimiser state {name}.{key} {have}")
+            states[parameter] = {
+                key: tensor.to(parameter.device, copy=True) for key, tensor in found.items() if tensor is not None
+            }
+        if left:
+            raise ValueError(f"optimiser state {min(left)} belongs to no parameter")
+        for parameter, state in states.items():
+            if "weight" in state:
+                parameter.data.copy_(state.pop("weight"))
+            if state:
+                self.state[parameter] = state
+            else:
+                self.state.pop(parameter, None)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
+    """AdamW with `parameter_groups`, at the learning rate of the first step."""
+    groups = parameter_groups(model, config.weight_decay)
+    return AdamW(groups, learning_rate(0, config), (config.beta1, config.beta2))
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The rate of the 0-based `step`: a linear rise over `warmup_steps`, then the schedule.
+
+    The highest rate is reached exactly at the last step of the rise, the lowest, `learning_rate * min_learning_rate_ratio`,
+    at the last step of all; later steps keep it. `wsd` holds the highest rate and falls linearly over the last `decay_share`
+    of the steps.
+    """
+    highest = config.learning_rate
+    if step < config.warmup_steps:
+        return highest * ((step + 1) / config.warmup_steps)
+    first, last = max(config.warmup_steps - 1, 0), config.steps - 1
+    if config.schedule == "wsd":
+        first = max(first, last - round(config.decay_share * config.steps))
+    if config.schedule == "constant" or step <= first or first >= last:
+        return highest
+    progress = min((step - first) / (last - first), 1.0)
+    left = 1 - progress if config.schedule == "wsd" else (1 + math.cos(math.pi * progress)) / 2
+    return highest * left + highest * config.min_learning_rate_ratio * (1 - left)
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, max_norm: float, step: int | None = None) -> float:
+    """Scales all gradients so that their joint L2 norm is at most `max_norm` (0: leaves them); returns the norm before.
+
+    Raises TrainingFailed when the norm is not finite, naming `step` when it is given; the gradients then stay as they are.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients:
+        return 0.0
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    norm = float(torch.linalg.vector_norm(torch.stack([n.float() for n in norms])))
+    if not math.isfinite(norm):
+        where = "" if step is None else f"step {step}: "
+        raise TrainingFailed(f"{where}the gradient norm is {norm}; lower learning_rate, or raise warmup_steps")
+    if 0 < max_norm < norm:
+        for gradient in gradients:
+            gradient.mul_(max_norm / norm)
+    return norm

@@ -1,0 +1,88 @@
+"""What a training run shows while it works, and how Ctrl-C reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """The most memory used so far: of the device, or of this process on a CPU; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, so that no step is torn; the second raises KeyboardInterrupt at once."""
+    requested = threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield requested
+        return
+
+    def note(number: int, frame: Any) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+        # Not print: the signal may have come in the middle of one.
+        with contextlib.suppress(OSError):
+            os.write(2, b"\nfinishing this step; Ctrl-C again stops at once\n")
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class Display:
+    """What the user sees on stderr: one line that is rewritten, or, outside a terminal, a line for every record."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.began: tuple[float, int] | None = None  # when this process began, and after which step
+        self.shown = 0.0
+        self.is_open = False  # a line without its newline is on the terminal
+
+    def step(self, step: int, loss: float, tokens_per_s: float, memory: int | None, is_logged: bool) -> None:
+        now = time.perf_counter()
+        if self.began is None:
+            self.began = (now, step)
+        is_terminal = sys.stderr.isatty()
+        if not (is_logged or (is_terminal and now - self.shown >= 0.1)):
+            return
+        self.shown = now
+        parts = [f"step {step}/{self.steps}", f"loss {loss:.4f}", f"{tokens_per_s:,.0f} tokens/s"]
+        if memory is not None:
+            parts.append(f"{memory / 2**20:,.0f} MiB")
+        if step > self.began[1]:
+            left = int((now - self.began[0]) / (step - self.began[1]) * (self.steps - step))
+            parts.append(f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left")
+        line = "  ".join(parts)
+        print(f"\r{line}\x1b[K" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+        self.is_open = is_terminal
+
+    def validation(self, step: int, values: dict[str, Any]) -> None:
+        self.close()
+        bits = f"  {values['val_bits_per_byte']:.4f} bits per byte" if "val_bits_per_byte" in values else ""
+        line = f"step {step}/{self.steps}  validation {values['val_nats_per_token']:.4f} nats per token{bits}"
+        print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.is_open:
+            print(file=sys.stderr, flush=True)
+        self.is_open = False

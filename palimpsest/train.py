@@ -1,0 +1,354 @@
+"""Training: steps, validation, metrics, checkpoints, and resuming a run as if it had never stopped.
+
+    trainer = Trainer(model, TrainConfig(steps=1000), tokens, validation_tokens, folder=Path("runs/first"))
+    trainer.run()          # trainer.resume() first, to take up the run that the folder holds
+
+Everything that decides a step is in the checkpoint: weights, optimiser, place in the data and random states, so that on a
+CPU a resumed run has the same losses bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from palimpsest import checkpoint
+from palimpsest.config import InputError, TrainConfig
+from palimpsest.data import Batches
+from palimpsest.model import Model
+from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
+from palimpsest.progress import Display, interrupts, memory_bytes
+from palimpsest.tokenizer import Tokenizer
+
+__all__ = ["Trainer", "TrainingFailed", "backward"]
+
+RUN, METRICS = "run.json", "metrics.jsonl"
+FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints")  # may change when a run is resumed
+BLOCK_TOKENS = 1 << 20  # token arrays may be larger than memory and are looked through in blocks
+
+Record = dict[str, Any]
+
+
+def backward(model: Model, micro_batches: Sequence[tuple[Tensor, Tensor]], precision: str = "fp32") -> float:
+    """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
+
+    Each is (ids, labels), int64 [B,T], labels as for the model. Every predicted token counts the same wherever it is, so
+    the result is that of one large batch. Without any predicted token it is 0.
+    """
+    counts = [int((labels[:, 1:] != -100).sum()) for _, labels in micro_batches]
+    total = torch.zeros(())
+    for (ids, labels), count in zip(micro_batches, counts, strict=True):
+        if count == 0:
+            continue
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model(ids, labels=labels).loss
+        share = loss * (count / sum(counts))
+        share.backward()
+        total = total + share.detach()
+    return float(total)
+
+
+class Trainer:
+    """Trains `model` in place on windows of `train_tokens`, a 1-D integer array (perhaps memory-mapped).
+
+    With a `folder`, metrics and checkpoints (with the `tokenizer`) go there. `bytes_per_token` is that of the validation
+    text, for bits per byte. `report` is called with every record of metrics.jsonl:
+
+        step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
+        memory_bytes (the most so far), seconds (of all steps so far, without validation and saving)
+        step, tokens, val_nats_per_token, val_bits_per_byte, seconds
+
+    Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: TrainConfig,
+        train_tokens: np.ndarray | Tensor,
+        validation_tokens: np.ndarray | Tensor | None = None,
+        folder: str | Path | None = None,
+        bytes_per_token: float | None = None,
+        tokenizer: Tokenizer | None = None,
+        report: Callable[[Record], Any] | None = None,
+    ) -> None:
+        self.model, self.config = model, config
+        self.folder = None if folder is None else Path(folder)
+        self.validation_tokens, self.bytes_per_token = validation_tokens, bytes_per_token
+        self.tokenizer, self.report = tokenizer, report
+        self.device = next(model.parameters()).device
+        _check_lengths(model, config, validation_tokens)
+        vocab_size = model.config.vocab_size
+        if tokenizer is not None and tokenizer.vocab_size > vocab_size:
+            raise InputError(
+                f"model: vocab_size is {vocab_size}; the tokenizer has {tokenizer.vocab_size} ids; make vocab_size that or more"
+            )
+        # What must be equal for a run to be resumed.
+        self.identity: Record = {
+            "model": model.config.to_dict(),
+            "train": {name: value for name, value in config.to_dict().items() if name not in FREE},
+            "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
+            "train_tokens": _inspect("train_tokens", train_tokens, vocab_size),
+            "validation_tokens": None,
+        }
+        if validation_tokens is not None:
+            self.identity["validation_tokens"] = _inspect("validation_tokens", validation_tokens, vocab_size)
+        self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
+        self.optimizer = make_optimizer(model, config)
+        self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
+        self._mark = (0, 0.0)  # tokens and seconds at the last record
+        self._claimed = False
+        self._torn = False  # inside a step, when weights, optimiser and data may be of different steps
+        self._display = Display(config.steps)
+
+    @property
+    def tokens_done(self) -> int:
+        return self.steps_done * self.config.batch_size * self.config.accumulation * self.config.context_length
+
+    def step(self) -> float:
+        """One optimiser step; returns its loss in nats per predicted token.
+
+        Raises TrainingFailed, before the weights change, when the loss or the gradient norm is not finite.
+        """
+        began = time.perf_counter()
+        number, rate = self.steps_done + 1, learning_rate(self.steps_done, self.config)
+        self._torn = True
+        self.model.train()
+        self.optimizer.zero_grad()
+        batches = [next(self.batches).to(self.device) for _ in range(self.config.accumulation)]
+        loss = backward(self.model, [(ids, ids) for ids in batches], self.config.precision)
+        try:
+            if not math.isfinite(loss):
+                raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
+            self.grad_norm = clip_gradients(self.model, self.config.grad_clip, number)
+        except TrainingFailed as error:
+            raise TrainingFailed(f"{error} ({self._last_checkpoint()})") from None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.steps_done = number
+        self._torn = False
+        self.seconds += time.perf_counter() - began
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Nats per token over the first `eval_tokens` validation tokens, in windows of `context_length`, all tokens alike.
+
+        A shorter rest is a window of its own. Draws no random number and leaves the model's mode as it was.
+        """
+        if self.validation_tokens is None:
+            raise InputError("validation_tokens: none were given; there is nothing to evaluate on")
+        length = self.config.context_length
+        tokens = torch.as_tensor(np.asarray(self.validation_tokens[: self.config.eval_tokens]).astype(np.int64))
+        whole = len(tokens) // length * length
+        windows = list(tokens[:whole].view(-1, length).split(self.config.batch_size)) if whole else []
+        if len(tokens) - whole >= 2:
+            windows.append(tokens[whole:].unsqueeze(0))
+        was_training, total, count = self.model.training, 0.0, 0
+        self.model.eval()
+        for ids in windows:
+            ids = ids.to(self.device)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+                loss = self.model(ids, labels=ids).loss
+            assert loss is not None
+            predicted = ids.shape[0] * (ids.shape[1] - 1)
+            total, count = total + float(loss) * predicted, count + predicted
+        self.model.train(was_training)
+        return total / count
+
+    def run(self) -> list[Record]:
+        """Trains until `config.steps`; returns the records of this call.
+
+        Ctrl-C lets the step finish, saves a checkpoint and raises KeyboardInterrupt; a second one stops at once. Raises
+        InputError, with nothing written, when the folder holds a run and `resume` was not called, and TrainingFailed.
+        """
+        self._claim()
+        records: list[Record] = []
+        self._mark = (self.tokens_done, self.seconds)
+        with interrupts() as interrupted:
+            try:
+                while self.steps_done < self.config.steps:
+                    loss = self.step()
+                    self._after_step(loss, records)
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+            except KeyboardInterrupt:
+                self._display.close()
+                if self.folder is not None:
+                    saved = self.steps_done and not self._torn and self.save()
+                    where = f"{saved} is saved" if saved else self._last_checkpoint()
+                    print(f"stopped after step {self.steps_done}; {where}", file=sys.stderr, flush=True)
+                raise
+            finally:
+                self._display.close()
+        return records
+
+    def _after_step(self, loss: float, records: list[Record]) -> None:
+        is_last = self.steps_done == self.config.steps
+
+        def due(every: int) -> bool:
+            return is_last or (every > 0 and self.steps_done % every == 0)
+
+        is_logged = due(self.config.log_every)
+        (tokens, seconds), memory = self._mark, memory_bytes(self.device)
+        tokens_per_s = (self.tokens_done - tokens) / max(self.seconds - seconds, 1e-9)
+        self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
+        place = {"step": self.steps_done, "tokens": self.tokens_done}
+        if is_logged:
+            record = {
+                **place,
+                "loss": loss,
+                "lr": learning_rate(self.steps_done - 1, self.config),
+                "grad_norm": self.grad_norm,
+                "tokens_per_s": tokens_per_s,
+                "memory_bytes": memory,
+                "seconds": self.seconds,
+            }
+            self._mark = (self.tokens_done, self.seconds)
+            self._record(record, records)
+        if self.validation_tokens is not None and due(self.config.eval_every):
+            self._record({**place, **self._validate(), "seconds": self.seconds}, records)
+        if self.folder is not None and due(self.config.checkpoint_every):
+            self.save()
+
+    def _validate(self) -> Record:
+        nats = self.evaluate()
+        if not math.isfinite(nats):
+            raise TrainingFailed(
+                f"step {self.steps_done}: the validation loss is {nats}; lower learning_rate, or raise warmup_steps "
+                f"({self._last_checkpoint()})"
+            )
+        values = {"val_nats_per_token": nats}
+        if self.bytes_per_token is not None:
+            values["val_bits_per_byte"] = nats / math.log(2) / self.bytes_per_token
+        self._display.validation(self.steps_done, values)
+        return values
+
+    def _record(self, record: Record, records: list[Record]) -> None:
+        records.append(record)
+        if self.folder is not None:
+            with open(self.folder / METRICS, "a", encoding="utf-8", newline="\n") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self.report is not None:
+            self.report(record)
+
+    # -------------------------------------------------------------------------------------------------------- the run folder
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the steps done so far into the run folder and returns its path."""
+        self._claim()
+        assert self.folder is not None
+        state = {
+            "step": self.steps_done,
+            "seconds": self.seconds,
+            "data": self.batches.state_dict(),
+            "random": checkpoint.random_state(),
+        }
+        return checkpoint.save_checkpoint(
+            self.folder,
+            self.steps_done,
+            self.model,
+            self.optimizer.named_state(),
+            state,
+            self.tokenizer,
+            self.config.keep_checkpoints,
+        )
+
+    def resume(self) -> int:
+        """Takes up the run in the folder at its newest complete checkpoint; returns the number of steps it has done.
+
+        A run that stopped before its first checkpoint begins anew. Raises InputError, with nothing changed, when the
+        folder holds no run, a run with other settings, model, tokenizer or data, or a damaged checkpoint.
+        """
+        if self.folder is None or not (self.folder / RUN).is_file():
+            raise InputError(f"{self.folder}: there is no run to resume here; begin one without resuming")
+        held = checkpoint.read_json(self.folder / RUN)
+        differing = checkpoint.differences(held, self.identity)
+        if differing:
+            raise InputError(
+                f"{self.folder}: the run there differs: {'; '.join(differing)}; use equal settings, or another folder"
+            )
+        complete = checkpoint.checkpoints(self.folder)
+        if complete:
+            self._restore(complete[-1])
+        checkpoint.clean(self.folder)
+        checkpoint.trim_metrics(self.folder / METRICS, self.steps_done)
+        self._claimed = True
+        return self.steps_done
+
+    @torch.no_grad()
+    def _restore(self, path: Path) -> None:
+        weights, optimizer, state = checkpoint.read_checkpoint(path, self.model)
+        try:
+            step, seconds, drawn = int(state["step"]), float(state["seconds"]), checkpoint.parse_random_state(state["random"])
+            self.batches.load_state_dict(state["data"])
+            self.optimizer.load_named_state(optimizer)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise InputError(f"{path}: {reason}; remove this folder to resume from the one before") from None
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(weights[name])
+        self.steps_done, self.seconds = step, seconds
+        # Last, so that nothing above draws from the restored states.
+        checkpoint.set_random_state(drawn)
+
+    def _claim(self) -> None:
+        """Makes the folder this run's own, or refuses one that holds a run."""
+        if self.folder is None or self._claimed:
+            return
+        if self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"{self.folder}: it is a file; give a folder")
+        if any((self.folder / name).exists() for name in (RUN, METRICS, "checkpoints")):
+            raise InputError(f"{self.folder}: holds a run already; resume it, or give another folder")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_json(self.folder / RUN, self.identity)
+        except OSError as error:
+            raise InputError(f"{self.folder}: cannot be written ({error.strerror}); give another folder") from None
+        self._claimed = True
+
+    def _last_checkpoint(self) -> str:
+        complete = [] if self.folder is None else checkpoint.checkpoints(self.folder)
+        return f"the last checkpoint is {complete[-1]}" if complete else "there is no checkpoint yet"
+
+
+# --------------------------------------------------------------------------------------------------------- checks on the input
+
+
+def _check_lengths(model: Model, config: TrainConfig, validation_tokens: np.ndarray | Tensor | None) -> None:
+    length, limit = config.context_length, model.config.max_position_embeddings
+    if length < 2:
+        raise InputError(f"train: context_length is {length}; predicting a token takes one before it: give 2 or more")
+    if model.config.position == "learned" and length > limit:
+        raise InputError(f"train: context_length is {length}; the model's position table ends at {limit}: give that or less")
+    if validation_tokens is not None and min(len(validation_tokens), config.eval_tokens) < 2:
+        raise InputError(f"validation_tokens: {len(validation_tokens)} tokens, {config.eval_tokens} used; 2 are the least")
+
+
+def _inspect(name: str, tokens: np.ndarray | Tensor, vocab_size: int) -> Record:
+    """Checks every id against the vocabulary; returns the number of tokens and their digest."""
+    array = tokens.numpy() if isinstance(tokens, Tensor) else tokens
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise InputError(f"{name}: {array.dtype} with shape {list(array.shape)}; give a 1-D array of integers")
+    digest = hashlib.sha256()
+    for start in range(0, len(array), BLOCK_TOKENS):
+        block = array[start : start + BLOCK_TOKENS]
+        lowest, highest = int(block.min()), int(block.max())
+        if lowest < 0 or highest >= vocab_size:
+            wrong = lowest if lowest < 0 else highest
+            raise InputError(
+                f"{name}: holds the id {wrong}; the model's vocab_size is {vocab_size}: use the tokenizer that the model is for"
+            )
+        digest.update(block.astype("<u4").tobytes())
+    return {"tokens": len(array), "digest": digest.hexdigest()[:16]}
