@@ -148,6 +148,11 @@ def make_ids(model: pal.Model, batch: int, tokens: int, seed: int = 1) -> Tensor
     return torch.randint(model.config.vocab_size, (batch, tokens), generator=draw)
 
 
+def blocks_of(model: pal.Model) -> list[Any]:
+    """The layers, without torch's narrow idea of their attributes."""
+    return list(model.layers)
+
+
 def state_tensors(state: pal.State) -> list[Tensor]:
     """Every tensor that a state carries, in layer order."""
     found: list[Tensor] = []

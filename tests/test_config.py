@@ -32,7 +32,7 @@ def refused(message: str, **fields: Any) -> None:
     assert "\n" not in str(caught.value) and isinstance(caught.value, ValueError)
 
 
-# -------------------------------------------------------------------------------------------------------------------- mistakes
+# ------------------------------------------------------------------------------------------------------------- mistakes
 
 
 def test_unknown_and_missing_fields() -> None:
@@ -174,7 +174,7 @@ def test_sampling_mistakes(fields: dict[str, Any], message: str) -> None:
         SamplingConfig.from_dict(fields)
 
 
-# ------------------------------------------------------------------------------------------------------------------ round trips
+# ---------------------------------------------------------------------------------------------------------- round trips
 
 
 @pytest.mark.parametrize("preset", pal.presets())
@@ -222,7 +222,7 @@ def test_any_table_is_taken_or_refused_in_one_line(values: dict[str, Any]) -> No
         assert config.to_dict().items() >= values.items()
 
 
-# --------------------------------------------------------------------------------------------------- every field does something
+# ------------------------------------------------------------------------------------------- every field does something
 
 # field -> (preset, overrides that make it matter, another value)
 EFFECTS: dict[str, tuple[str, dict[str, Any], Any]] = {

@@ -16,14 +16,14 @@ from palimpsest.mlps import GatedMLP, situ, swiglu
 from palimpsest.moe import MoE
 from palimpsest.residuals import mix
 from palimpsest.state import Segments
-from tests.conftest import Inputs, assert_close, call, make_ids, make_inputs, make_model, outcome, relative
+from tests.conftest import assert_close, call, make_ids, make_inputs, make_model, outcome, relative
 
 BACKENDS = ("reference", "chunked")
 PAIRS = list(itertools.product(BACKENDS, BACKENDS))
 WIDTH = 12
 
 
-# --------------------------------------------------------------------------------------------------------------------- operators
+# ------------------------------------------------------------------------------------------------------------ operators
 
 
 @pytest.mark.parametrize(("newer", "older"), PAIRS)
@@ -97,7 +97,7 @@ def test_total_forgetting_leaves_the_last_token(backend: str) -> None:
     assert relative(state, last) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------------------------------ layers
+# --------------------------------------------------------------------------------------------------------------- layers
 
 
 def config(mixer: str, **fields: Any) -> pal.ModelConfig:
@@ -206,7 +206,7 @@ def test_output_gates_wide_open_are_no_gates() -> None:
         assert relative(run(child, x)[0], run(parent, x)[0]) < 1e-12
 
 
-# ------------------------------------------------------------------------------------------------------- MLPs, experts, residuals
+# --------------------------------------------------------------------------------------------- MLPs, experts, residuals
 
 
 def test_situ_with_large_betas_is_swiglu() -> None:
@@ -309,6 +309,5 @@ def test_write_strength_above_one() -> None:
     k = torch.zeros(1, 2, 1, 3, dtype=torch.float64)
     k[..., 0] = 1
     v = torch.tensor([1.0, 0.0], dtype=torch.float64).view(1, 2, 1, 1)
-    inputs: Inputs = {"q": k, "k": k, "v": v, "beta": torch.tensor([[[1.0], [2.0]]], dtype=torch.float64)}
-    o, _ = ops.delta_rule(**inputs, scale=1.0)
+    o, _ = ops.delta_rule(k, k, v, torch.tensor([[[1.0], [2.0]]], dtype=torch.float64), scale=1.0)
     assert o.flatten().tolist() == [1.0, -1.0], "beta = 2 reflects what the key retrieves"

@@ -77,7 +77,7 @@ def run(mixer: Any, x: Tensor) -> Tensor:
     return mixer(x, state, whole(x.shape[1], x.shape[0]))[0]
 
 
-# ------------------------------------------------------------------------------------------------------- the equations, slowly
+# ------------------------------------------------------------------------------------------------ the equations, slowly
 
 
 def rms(x: Tensor, norm: nn.RMSNorm, eps: float) -> Tensor:
@@ -120,10 +120,7 @@ def slow_attention(m: Any, config: pal.ModelConfig, x: Tensor) -> Tensor:
 
 def slow_mla(m: Any, config: pal.ModelConfig, x: Tensor) -> Tensor:
     heads, nope, rope, values = config.num_attention_heads, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    if config.q_lora_rank is None:
-        q = m.q_proj(x)
-    else:
-        q = m.q_b_proj(rms(m.q_a_proj(x), m.q_a_layernorm, 1e-6))
+    q = m.q_proj(x) if config.q_lora_rank is None else m.q_b_proj(rms(m.q_a_proj(x), m.q_a_layernorm, 1e-6))
     q = q.unflatten(-1, (heads, nope + rope))
     down = m.kv_a_proj_with_mqa(x)
     latent, shared = down[..., : config.kv_lora_rank], down[..., config.kv_lora_rank :]
@@ -214,7 +211,7 @@ def test_low_precision_runs_like_high(form: str) -> None:
     assert y.dtype == torch.bfloat16 and y.isfinite().all() and relative(y, exact) < 0.1
 
 
-# ----------------------------------------------------------------------------------------------------------------------- MLA
+# ------------------------------------------------------------------------------------------------------------------ MLA
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.startswith("mla")])
@@ -255,7 +252,7 @@ def test_break_even() -> None:
     assert 1 < edge < 1000 and math.isclose(expanded(edge), 576 + 512, rel_tol=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------------------------- positions
+# ------------------------------------------------------------------------------------------------------------ positions
 
 
 def test_rotation() -> None:
@@ -276,7 +273,7 @@ def test_rotation() -> None:
     assert rotate(q.bfloat16(), far, 1e4, 8).dtype == torch.bfloat16
 
 
-# -------------------------------------------------------------------------------------------------------- heads, initial values
+# ------------------------------------------------------------------------------------------------ heads, initial values
 
 
 @pytest.mark.parametrize("form", ["linear attention", "deltanet", "gated deltanet", "kda, softplus", "kda, bounded"])

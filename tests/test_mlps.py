@@ -42,8 +42,8 @@ def test_situ_bounds_and_precision() -> None:
     grid = torch.linspace(-300, 300, 61)
     gate, up = torch.meshgrid(grid, grid, indexing="ij")
     assert (situ(gate, up).abs() <= 100).all() and (situ(gate, up, 2.0, 3.0).abs() <= 6).all()
-    leaves = [x.clone().requires_grad_() for x in (gate, up)]
-    assert all(grad.isfinite().all() for grad in torch.autograd.grad(situ(*leaves).sum(), leaves))
+    gate, up = gate.clone().requires_grad_(), up.clone().requires_grad_()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(situ(gate, up).sum(), [gate, up]))
     gate, up = torch.randn(2, 500).bfloat16() * 4
     y = situ(gate, up)
     assert y.dtype == torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 
 import palimpsest as pal
 from palimpsest.moe import Experts
-from tests.conftest import TINY, published
+from tests.conftest import TINY, blocks_of, published
 
 NAMES = [
     "gpt2-124m",
@@ -64,7 +64,7 @@ def components(model: pal.Model) -> dict[str, int]:
 
 
 def numel(model: pal.Model, layer: int, *names: str) -> list[int]:
-    found = dict(model.layers[layer].named_parameters())
+    found = dict(blocks_of(model)[layer].named_parameters())
     return [found[name].numel() for name in names]
 
 
@@ -112,7 +112,7 @@ def test_components_of_k3() -> None:
         "o_norm.weight": 128,
         "o_proj.weight": 88_080_384,
     }
-    assert {name: p.numel() for name, p in model.layers[0].mixer.named_parameters()} == kda
+    assert {name: p.numel() for name, p in blocks_of(model)[0].mixer.named_parameters()} == kda
     assert sum(kda.values()) == 443_740_384
     mla = {
         "q_a_proj.weight": 11_010_048,
@@ -124,9 +124,9 @@ def test_components_of_k3() -> None:
         "g_proj.weight": 88_080_384,
         "o_proj.weight": 88_080_384,
     }
-    assert {name: p.numel() for name, p in model.layers[3].mixer.named_parameters()} == mla
+    assert {name: p.numel() for name, p in blocks_of(model)[3].mixer.named_parameters()} == mla
     assert sum(mla.values()) == 232_196_096
-    assert sum(p.numel() for p in model.layers[1].mlp.parameters()) == 29_784_936_832
+    assert sum(p.numel() for p in blocks_of(model)[1].mlp.parameters()) == 29_784_936_832
     assert sum(numel(model, 1, "mlp.gate.weight", "mlp.gate.e_score_correction_bias")) == 6_423_424
     # Active tokens by the two other conventions: with the embedding, and without both tables.
     active, table = model.num_parameters(active=True), 1_174_405_120
@@ -144,7 +144,7 @@ def test_components_of_kimi_linear() -> None:
 
 def test_components_of_gpt2() -> None:
     model = published("gpt2-124m")
-    assert sum(p.numel() for p in model.layers[0].parameters()) == 7_087_872
+    assert sum(p.numel() for p in blocks_of(model)[0].parameters()) == 7_087_872
     found = dict(model.named_parameters())
     assert found["embed_tokens.weight"].numel() == 38_597_376 and found["embed_positions.weight"].numel() == 786_432
     assert "lm_head.weight" not in found, "tied"

@@ -12,9 +12,9 @@ import palimpsest as pal
 from palimpsest import residuals
 from palimpsest.residuals import BlockAttention, mix
 from palimpsest.state import Segments
-from tests.conftest import make_ids, make_model, relative
+from tests.conftest import blocks_of, make_ids, make_model, relative
 
-# ------------------------------------------------------------------------------------------------------------------ the mixing
+# ----------------------------------------------------------------------------------------------------------- the mixing
 
 
 def test_published_vector() -> None:
@@ -63,7 +63,7 @@ def test_mixing_runs_in_float32() -> None:
         assert relative(mix(sources.float(), norm.float(), query.float()), plain) < 1e-6
 
 
-# ------------------------------------------------------------------------------------------------------- counts and order of K3
+# ----------------------------------------------------------------------------------------------- counts and order of K3
 
 
 def scaled_down(name: str, **fields: Any) -> pal.ModelConfig:
@@ -119,12 +119,12 @@ def test_sealing_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(residuals, "start", keep)
     seen: list[tuple[Tensor, int]] = []
-    for block in model.layers:
+    for block in blocks_of(model):
         block.register_forward_pre_hook(lambda module, args: seen.append((args[0].partial, len(args[0].blocks))))
     first: list[Tensor] = []
-    model.layers[0].mixer_norm.register_forward_pre_hook(lambda module, args: first.append(args[0]))
+    blocks_of(model)[0].mixer_norm.register_forward_pre_hook(lambda module, args: first.append(args[0]))
     outputs: list[Tensor] = []
-    for block in model.layers:
+    for block in blocks_of(model):
         block.mixer.register_forward_hook(lambda module, args, out: outputs.append(out[0]))
         block.mlp.register_forward_hook(lambda module, args, out: outputs.append(out))
     ids = make_ids(model, 2, 6)
@@ -140,11 +140,11 @@ def test_sealing_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[2][0] is stream.blocks[1] and seen[4][0] is stream.blocks[2]
 
 
-# --------------------------------------------------------------------------------------------------- slow versions of each policy
+# ----------------------------------------------------------------------------------------- slow versions of each policy
 
 
 def sublayers(model: pal.Model, index: int, ids: Tensor) -> tuple[Any, Any]:
-    block = model.layers[index]
+    block = blocks_of(model)[index]
     segments = Segments((0,) * ids.shape[0], (ids.shape[1],) * ids.shape[0], None, ids.device)
     state = block.mixer.new_state(ids.shape[0], torch.float64, ids.device)
     return (
@@ -164,7 +164,7 @@ def slow_block(model: pal.Model, ids: Tensor, size: int) -> Tensor:
     partial: Tensor | None = model.embed_tokens(ids)
     bank: list[Tensor] = []
     eps = model.config.rms_norm_eps
-    for index, block in enumerate(model.layers):
+    for index, block in enumerate(blocks_of(model)):
         mixer, mlp = sublayers(model, index, ids)
         assert partial is not None
         a = partial if not bank else read(block.mixer_residual, [*bank, partial], eps)
@@ -172,15 +172,15 @@ def slow_block(model: pal.Model, ids: Tensor, size: int) -> Tensor:
             bank.append(partial)
             partial = None
         h = mixer(a)
-        partial = h if partial is None else partial + h
-        partial = partial + mlp(read(block.mlp_residual, [*bank, partial], eps))
+        total: Tensor = h if partial is None else partial + h
+        partial = total + mlp(read(block.mlp_residual, [*bank, total], eps))
     assert partial is not None
     return model.norm(read(model.output_residual, [*bank, partial], eps))
 
 
 def slow_full(model: pal.Model, ids: Tensor) -> Tensor:
     sources, eps = [model.embed_tokens(ids)], model.config.rms_norm_eps
-    for index, block in enumerate(model.layers):
+    for index, block in enumerate(blocks_of(model)):
         mixer, mlp = sublayers(model, index, ids)
         sources.append(mixer(read(block.mixer_residual, sources, eps)))
         sources.append(mlp(read(block.mlp_residual, sources, eps)))

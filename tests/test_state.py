@@ -13,7 +13,7 @@ from torch import Tensor
 
 import palimpsest as pal
 from palimpsest.state import KeyValue, Latent, Recurrent, Rows, Segments, State
-from tests.conftest import TINY, make_ids, make_model, published, relative, state_tensors
+from tests.conftest import TINY, blocks_of, make_ids, make_model, published, relative, state_tensors
 
 ATTENTION_ONLY = ("gpt2-tiny", "smollm2-tiny")
 
@@ -34,7 +34,7 @@ def all_mla() -> pal.Model:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------- byte counts
+# ---------------------------------------------------------------------------------------------------------- byte counts
 
 
 @pytest.mark.parametrize("preset", TINY)
@@ -124,7 +124,7 @@ def test_shapes() -> None:
     assert isinstance(layer, Latent) and [tuple(x.shape) for x in layer.rows.tensors] == [(3, 5, 32), (3, 5, 8)]
 
 
-# ----------------------------------------------------------------------------------------------------------------- value semantics
+# ------------------------------------------------------------------------------------------------------ value semantics
 
 
 def contents(state: State) -> list[Tensor]:
@@ -258,7 +258,7 @@ class TestRows:
                     assert rows.tensors[0][row, : len(expected), 0].tolist() == expected
 
 
-# --------------------------------------------------------------------------------------------------------------------- methods
+# -------------------------------------------------------------------------------------------------------------- methods
 
 
 @pytest.mark.parametrize("preset", TINY)
@@ -353,7 +353,7 @@ def test_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen3-next-tiny", position="rope")
     ids = make_ids(model, 1, 8)
     seen: list[list[int]] = []
-    for block in model.layers:
+    for block in blocks_of(model):
         block.mixer.register_forward_pre_hook(lambda module, args: seen[-1].append(args[2].past[0]))
     state = model.new_state(1)
     assert state.lengths == (0,)

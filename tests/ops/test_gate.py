@@ -57,8 +57,8 @@ def test_gradients_are_finite(bound: float | None) -> None:
         g = kda_gate(z, rate, bias, bound)
         assert g.isfinite().all() and (g <= 0).all() and (bound is None or (g >= bound).all())
         weight = torch.randn(g.shape)
-        exact = [t.detach().double().requires_grad_() for t in (z, rate, bias)]
-        wanted = torch.autograd.grad(kda_gate(*exact, bound), exact, weight.double())
+        a, b, c = (t.detach().double().requires_grad_() for t in (z, rate, bias))
+        wanted = torch.autograd.grad(kda_gate(a, b, c, bound), [a, b, c], weight.double())
         for found, expected in zip(torch.autograd.grad(g, [z, rate, bias], weight), wanted, strict=True):
             assert found.isfinite().all() and relative(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
 

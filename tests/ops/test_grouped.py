@@ -110,9 +110,7 @@ def test_under_autocast(size: int, backward_inside: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             y = grouped_matmul(rows(), weight, counts)
             loss = y.float().square().sum()
-            if backward_inside:
-                grads = torch.autograd.grad(loss, [x, weight])
-        if not backward_inside:
+        with torch.autocast("cpu", torch.bfloat16, enabled=backward_inside):
             grads = torch.autograd.grad(loss, [x, weight])
         assert y.dtype == torch.bfloat16, "autocast is there to make products cheap"
         assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
