@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -25,6 +26,8 @@ from palimpsest.state import LayerState, Segments, State
 # Parameters that stay in float32 whatever the model's dtype: they act through exponentials and over thousands of steps, so
 # rounding them changes the memory itself.
 FLOAT32 = ("A_log", "dt_bias", "conv1d.weight", "e_score_correction_bias")
+# The maps that write to the residual stream.
+WRITERS = ("o_proj.weight", "mlp.down_proj.weight", "shared_experts.down_proj.weight", "routed_expert_up_proj.weight")
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,8 @@ class Model(nn.Module):
                 module.weight[:, -1] += 1
         if self.config.residual == "sum":
             for name, weight in self.named_parameters():
-                if name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+                plain_expert = name.endswith(".experts.down_proj") and self.config.routed_expert_hidden_size is None
+                if plain_expert or name.endswith(WRITERS):
                     weight.mul_((2 * self.config.num_hidden_layers) ** -0.5)
 
     def forward(
@@ -213,6 +217,9 @@ class Model(nn.Module):
                 f"the state holds {state.batch_size} sequences of {len(state.layers)} layers; "
                 f"these ids are {len(lengths)} sequences for {len(self.layers)} layers"
             )
+        for index, (layer, form) in enumerate(zip(state.layers, self._forms, strict=True)):
+            if layer.form != form:
+                raise InputError(f"the state's layer {index} holds the memory of another model")
         segments = Segments(state.lengths, tuple(lengths), cu_seqlens, ids.device)
         self._check_range(ids, segments)
         x = self.embed_tokens(ids)
@@ -222,6 +229,10 @@ class Model(nn.Module):
         layers = [block(stream, layer, segments) for block, layer in zip(self.layers, state.layers, strict=True)]
         hidden = self.norm(stream.read(self.output_residual))
         return hidden, State(layers, segments.lengths), segments
+
+    @cached_property
+    def _forms(self) -> list[tuple[object, ...]]:
+        return [layer.form for layer in self.new_state(1).layers]
 
     def _check_range(self, ids: Tensor, segments: Segments) -> None:
         limit, longest = self.config.max_position_embeddings, max(segments.lengths, default=0)

@@ -127,6 +127,11 @@ class KeyValue:
 
     rows: Rows
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Kind and sizes: equal for two states that the same layer can take."""
+        return type(self), *(tensor.shape[2:] for tensor in self.rows.tensors)
+
     def num_bytes(self, kind: Kind) -> int:
         return self.rows.num_bytes() if kind == "kv" else 0
 
@@ -145,6 +150,11 @@ class Recurrent:
 
     matrix: Tensor
     conv: Tensor
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Kind and sizes: equal for two states that the same layer can take."""
+        return type(self), self.matrix.shape[1:], self.conv.shape[1:]
 
     def num_bytes(self, kind: Kind) -> int:
         held = {"recurrent": self.matrix, "conv": self.conv}.get(kind)

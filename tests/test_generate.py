@@ -241,7 +241,7 @@ def test_a_tokenizer_of_another_vocabulary_is_refused() -> None:
 
 def test_broken_weights_are_named() -> None:
     model = make("gpt2-tiny")
-    model.norm.weight.data.fill_(float("nan"))
+    torch.nn.init.constant_(model.get_parameter("norm.weight"), float("nan"))
     for temperature in (0.0, 1.0):
         with pytest.raises(pal.InputError, match="logits reach nan"):
             generate(model, TOKENIZER, ["a"], sampling(temperature=temperature))

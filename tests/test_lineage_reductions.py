@@ -171,7 +171,7 @@ def test_absorbed_is_expanded() -> None:
         assert absorbed.shape == (2, 9, 3, 5) and relative(absorbed, expanded) < 1e-13
 
 
-def test_mla_with_a_full_latent_is_softmax_attention() -> None:
+def test_mla_with_a_full_latent_is_softmax_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """A latent as wide as what is cached, kept as it is: keys and values are plain projections again."""
     heads, size = 3, 4
     attention = drawn(mixers.build("attention", config("attention", num_attention_heads=3, num_key_value_heads=3, head_dim=4)))
@@ -183,7 +183,7 @@ def test_mla_with_a_full_latent_is_softmax_attention() -> None:
         mla.o_proj.weight.copy_(attention.o_proj.weight)
         mla.kv_a_proj_with_mqa.weight.copy_(torch.eye(WIDTH))
         mla.kv_a_layernorm.weight.fill_(1)
-        mla.kv_a_layernorm.eps = 0.0
+        monkeypatch.setattr("palimpsest.mixers.mla.LOW_RANK_NORM_EPS", 0.0)
         k, v = (p.weight.view(heads, size, WIDTH) for p in (attention.k_proj, attention.v_proj))
         mla.kv_b_proj.weight.copy_(torch.cat([k, v], 1).flatten(0, 1))
     x = torch.randn(2, 9, WIDTH, dtype=torch.float64)

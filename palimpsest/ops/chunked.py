@@ -138,23 +138,26 @@ def _tile(decay: Tensor) -> int:
     return 1
 
 
-def _levels(decay: Tensor, tile: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """The blocks that cover the strictly lower triangle: (rows, row factor, column factor, slot).
+def _after(g: Tensor) -> Tensor:
+    """The sum of g over the later rows: [...,C,K] -> [...,C,K]. Summed from the end: G_last - G would lose its digits."""
+    return F.pad(g[..., 1:, :].flip(-2).cumsum(-2).flip(-2), (0, 0, 0, 1))
+
+
+def _levels(g: Tensor, tile: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The blocks that cover the strictly lower triangle: (rows, row factor, column factor).
 
     First tile-sized diagonal blocks, split around their middle row; then, for each h = tile, 2 tile, ..., C/2, the block of
     the second h rows against the first h columns, split around the last of those columns: both exponents are <= 0.
-    Factors are [X, blocks, rows, K].
+    Factors are [X, blocks, rows, K]. Sums start anew in every block, so that a strong decay elsewhere costs no digits.
     """
-    size = decay.shape[-2]
     if tile > 1:
-        tiles = decay.unflatten(-2, (-1, tile))
-        middle = tiles[..., tile // 2, None, :]
-        yield 0, (tiles - middle).exp(), (middle - tiles).exp(), middle
+        local = g.unflatten(-2, (-1, tile)).cumsum(-2)
+        middle = local[..., tile // 2, None, :]
+        yield 0, (local - middle).exp(), (middle - local).exp()
     half = tile
-    while half < size:
-        blocks = decay.unflatten(-2, (-1, 2 * half))
-        pivot = blocks[..., half - 1, None, :]
-        yield half, (blocks[..., half:, :] - pivot).exp(), (pivot - blocks[..., :half, :]).exp(), pivot
+    while half < g.shape[-2]:
+        blocks = g.unflatten(-2, (-1, 2 * half))
+        yield half, blocks[..., half:, :].cumsum(-2).exp(), _after(blocks[..., :half, :]).exp()
         half *= 2
 
 
@@ -174,21 +177,22 @@ def _square(scores: Tensor, half: int, tile: int) -> Tensor:
     return corner.movedim(-1, -3)
 
 
-def _scores(rows: Tensor, k: Tensor, decay: Tensor | None, tile: int) -> Tensor:
-    """<rows_i, exp(G_i - G_j) k_j> for j < i, zero elsewhere. rows and k [X,C,K], decay G [X,C,K or 1] -> [X,C,C]."""
-    if decay is None:
+def _scores(rows: Tensor, k: Tensor, g: Tensor | None, tile: int) -> Tensor:
+    """<rows_i, exp(G_i - G_j) k_j> for j < i, zero elsewhere. rows and k [X,C,K], g [X,C,K or 1] -> [X,C,C]."""
+    if g is None:
         return (rows @ k.mT).tril_(-1)
-    if decay.shape[-1] == 1:
-        return (rows @ k.mT).mul_(_scalar_factor(decay)).tril_(-1)
+    if g.shape[-1] == 1:
+        return (rows @ k.mT).mul_(_scalar_factor(g)).tril_(-1)
     out = rows.new_zeros(*rows.shape[:-1], rows.shape[-2])
-    for half, row_factor, column_factor, _ in _levels(decay, tile):
+    for half, row_factor, column_factor in _levels(g, tile):
         block = (_blocks(rows, half, tile, 1) * row_factor) @ (_blocks(k, half, tile, 0) * column_factor).mT
         _square(out, half, tile).copy_(block.tril_(-1) if half == 0 else block)
     return out
 
 
-def _scalar_factor(decay: Tensor) -> Tensor:
-    return (decay - decay.mT).clamp_(max=0).exp_()
+def _scalar_factor(g: Tensor) -> Tensor:
+    """exp(G_i - G_j) for j < i, one elsewhere: g [X,C,1] -> [X,C,C]. Every column sums from its own row on."""
+    return g.expand(-1, -1, g.shape[-2]).tril(-1).cumsum(-2).exp_()
 
 
 class _ScoreGrad(NamedTuple):
@@ -197,21 +201,21 @@ class _ScoreGrad(NamedTuple):
     decay: Tensor | None  # [X,C,K or 1]
 
 
-def _scores_backward(grads: list[Tensor], rows: list[Tensor], k: Tensor, decay: Tensor | None, tile: int) -> _ScoreGrad:
+def _scores_backward(grads: list[Tensor], rows: list[Tensor], k: Tensor, g: Tensor | None, tile: int) -> _ScoreGrad:
     """Backward of `_scores` for several sets of rows against the same keys; grads are strictly lower triangular."""
-    if decay is None or decay.shape[-1] == 1:
-        factor = None if decay is None else _scalar_factor(decay)
+    if g is None or g.shape[-1] == 1:
+        factor = None if g is None else _scalar_factor(g)
         plain = grads if factor is None else [grad * factor for grad in grads]
         d_rows = [grad @ k for grad in plain]
         d_k = sum((grad.mT @ row for grad, row in zip(plain, rows, strict=True)), torch.zeros_like(k))
         d_decay = None
-        if decay is not None:
+        if g is not None:
             flow = sum((grad * (row @ k.mT) for grad, row in zip(plain, rows, strict=True)), torch.zeros_like(plain[0]))
             d_decay = flow.sum(-1, keepdim=True) - flow.sum(-2).unsqueeze(-1)
         return _ScoreGrad(d_rows, d_k, d_decay)
     d_rows = [torch.zeros_like(row) for row in rows]
     d_k = torch.zeros_like(k)
-    for half, row_factor, column_factor, _ in _levels(decay, tile):
+    for half, row_factor, column_factor in _levels(g, tile):
         columns = _blocks(k, half, tile, 0) * column_factor
         d_columns = torch.zeros_like(columns)
         for grad, row, d_row in zip(grads, rows, d_rows, strict=True):
@@ -231,7 +235,8 @@ class _Decayed(NamedTuple):
     """Keys and queries as seen from the two ends of their chunk, and what the whole chunk leaves of the state."""
 
     tile: int
-    decay: Tensor | None  # G [X,C,K or 1]
+    down: Tensor | None  # exp(G) [X,C,K or 1]
+    up: Tensor | None  # exp(G_last - G) [X,C,K or 1]
     k_down: Tensor
     q_down: Tensor
     k_up: Tensor
@@ -240,12 +245,11 @@ class _Decayed(NamedTuple):
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor | None) -> _Decayed:
     if g is None:
-        return _Decayed(1, None, k, q, k, None)
+        return _Decayed(1, None, None, k, q, k, None)
     decay = g.cumsum(-2)
     tile = _tile(decay) if decay.shape[-1] > 1 else 1
-    down = decay.exp()
-    up = (decay[..., -1:, :] - decay).exp()
-    return _Decayed(tile, decay, k * down, q * down, k * up, down[..., -1, :].unsqueeze(-1))
+    down, up = decay.exp_(), _after(g).exp_()
+    return _Decayed(tile, down, up, k * down, q * down, k * up, down[..., -1, :].unsqueeze(-1))
 
 
 def _groups(counts: list[int], heads: int) -> list[tuple[int, int, list[slice]]]:
@@ -291,6 +295,12 @@ class _Chunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        # Called inside the caller's autocast region, where products would be taken in 16 bits.
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return _Chunks.gradients(ctx, *grads)
+
+    @staticmethod
+    def gradients(ctx: Any, *grads: Tensor) -> Any:
         d_out, d_final = grads
         q, k, v, g, beta, states, updates, *kept = ctx.saved_tensors
         heads = q.shape[1]
@@ -327,13 +337,13 @@ def _forward_group(
     Returns the matrices that the backward pass needs, [P] or [P, A, (I + diag(beta) A)^-1], and X.
     """
     seen = _decayed(q, k, g)
-    reads = _scores(q, k, seen.decay, seen.tile)
+    reads = _scores(q, k, g, seen.tile)
     reads.diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     matrices, x = [reads], v
     if beta is None:
         probes = seen.q_down
     else:
-        overlaps = _scores(k, k, seen.decay, seen.tile)
+        overlaps = _scores(k, k, g, seen.tile)
         inverse = _unit_lower_inverse(overlaps * beta)
         matrices += [overlaps, inverse]
         solve = inverse * beta.mT
@@ -405,19 +415,18 @@ def _backward_group(
         d_beta = (adjoint * missing).sum(-1, keepdim=True) + (d_overlaps * overlaps).sum(-1, keepdim=True)
         d_k_down = (d_v @ entering.mT).neg_()
         rows, row_grads = [q, k], [d_reads, d_overlaps.mul_(beta)]
-    scores = _scores_backward(row_grads, rows, k, seen.decay, seen.tile)
+    scores = _scores_backward(row_grads, rows, k, g, seen.tile)
     d_q, d_k = scores.rows[0] + d_diagonal * k, scores.k + d_diagonal * q
     if beta is not None:
         d_k += scores.rows[1]
-    if g is None:
+    if seen.down is None or seen.up is None:
         d_k += d_k_up if d_k_down is None else d_k_up + d_k_down
         return d_q + d_q_down, d_k, d_v, None, d_beta
     d_g = _gate_backward(seen, scores.decay, d_q_down, d_k_down, d_k_up, entering, d_after)
-    down = seen.decay.exp()  # type: ignore[union-attr]
-    d_q += d_q_down.mul_(down)
+    d_q += d_q_down * seen.down
     if d_k_down is not None:
-        d_k += d_k_down.mul_(down)
-    d_k += d_k_up.mul_((seen.decay[..., -1:, :] - seen.decay).exp())  # type: ignore[index, operator]
+        d_k += d_k_down * seen.down
+    d_k += d_k_up * seen.up
     return d_q, d_k, d_v, d_g, d_beta
 
 
@@ -430,18 +439,18 @@ def _gate_backward(
     entering: Tensor,
     d_after: Tensor,
 ) -> Tensor:
-    """Gradient of g from everything that G enters. The gradient of an exponential's exponent is the term itself."""
+    """Gradient of g from every exponent it enters: G of the row it stands in and of later rows, the whole chunk's in `keep`,
+    and in `up` that of earlier rows. The gradient of an exponential's exponent is the term itself.
+
+    The two kinds are summed in their own directions: as one difference, strong decay would leave rounding noise.
+    """
     flow = seen.q_down * d_q_down
     if d_k_down is not None:
         flow += seen.k_down * d_k_down
-    # k_up's last row has exponent zero whatever g is; leaving it out here keeps strong decay exact.
-    rise = seen.k_up * d_k_up
-    rise[..., -1, :] = 0
-    flow -= rise
-    flow[..., -1, :] += rise.sum(-2)
     flow[..., -1, :] += seen.keep.squeeze(-1) * (entering * d_after).sum(-1)  # type: ignore[union-attr]
-    if seen.decay is not None and seen.decay.shape[-1] == 1:
-        flow = flow.sum(-1, keepdim=True)
+    rise = seen.k_up * d_k_up
+    if seen.down is not None and seen.down.shape[-1] == 1:
+        flow, rise = flow.sum(-1, keepdim=True), rise.sum(-1, keepdim=True)
     if d_decay is not None:
         flow += d_decay
-    return flow.flip(-2).cumsum(-2).flip(-2)
+    return flow.flip(-2).cumsum(-2).flip(-2) + F.pad(rise[..., :-1, :].cumsum(-2), (0, 0, 1, 0))

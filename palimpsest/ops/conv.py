@@ -54,13 +54,15 @@ def _packed(
     padded = torch.cat(pieces) if pieces else x[0]
     # Token t of document n stands at t + (n + 1) past in `padded`, right behind its own W - 1 predecessors.
     offset = torch.repeat_interleave(
-        torch.arange(len(lengths), device=x.device) * past, torch.tensor(lengths, device=x.device), output_size=at
+        torch.arange(len(lengths), device=x.device) * past,
+        torch.tensor(lengths, dtype=torch.long, device=x.device),
+        output_size=at,
     )
     first = torch.arange(at, device=x.device) + offset
     total = x.new_zeros(at, x.shape[2], dtype=dtype)
     for j, tap in enumerate(taps):
         total = total + padded[first + j].to(dtype) * tap
-    ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)], device=x.device)
-    rows = ends + torch.arange(len(lengths), device=x.device) * past
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    rows = torch.tensor(ends, dtype=torch.long, device=x.device) + torch.arange(len(lengths), device=x.device) * past
     window = rows.unsqueeze(1) + torch.arange(past, device=x.device)
     return F.silu(total).to(x.dtype).unsqueeze(0), padded[window]

@@ -76,5 +76,8 @@ def _native(left: Tensor, right: Tensor) -> bool:
     if left.dtype not in dtypes or right.dtype != left.dtype or left.shape[0] == 0 or left.shape[-1] == 0:
         return False
     step = 16 // left.element_size()
-    strides = [stride for x in (left, right) for stride in x.stride() if stride != 1]
-    return all(stride % step == 0 for stride in strides) and all(1 in x.stride()[-2:] for x in (left, right))
+    for x in (left, right):
+        strides = list(x.stride())
+        if strides.pop(-1 if strides[-1] == 1 else -2) != 1 or any(stride % step for stride in strides):
+            return False
+    return True
