@@ -588,15 +588,17 @@ KEYS += [(key,) for key in make_results() if key not in ("format", "stages")]
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(["absent", None, [], math.nan])), min_size=1, max_size=12))
 def test_any_part_may_be_missing(tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[tuple[Any, ...], Any]]) -> None:
-    results = make_results()
+    results, whole = make_results(), make_results()
     for path, value in changes:
         owner: Any = results
+        full: Any = whole
         for key in path[:-1]:
             owner = owner[key] if isinstance(key, int) or (isinstance(owner, dict) and key in owner) else None
+            full = full[key]
         if isinstance(owner, dict):
             if value == "absent":
                 owner.pop(path[-1], None)
-            elif not (isinstance(value, float) and isinstance(owner.get(path[-1]), dict | list)):
+            elif not (isinstance(value, float) and isinstance(full[path[-1]], dict | list)):
                 owner[path[-1]] = value
     drawn = '<svg role="img" aria-label="x"></svg>'
     with mock.patch.object(plots, "svg", return_value=drawn):
