@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 SETUP := pyproject.toml constraints.txt palimpsest/__init__.py
 
-.PHONY: help demo test check lint format clean
+.PHONY: help demo test check sabotage lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train and compare the eight stages on Shakespeare; prints where the report is"
 	@echo "make test    lint, types, import contract and all tests"
 	@echo "make check   the same with the quick tests only"
+	@echo "make sabotage  break the code on purpose, one fault at a time, and see that the tests notice each"
 	@echo "make format  rewrite the code to the project's format"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
@@ -26,6 +27,9 @@ test: lint
 
 check: lint
 	$(PYTEST) -m "not slow"
+
+sabotage: .venv/.dev-installed
+	$(BIN)/python tests/sabotage/sabotage.py
 
 lint: .venv/.dev-installed
 	$(BIN)/ruff check
