@@ -290,6 +290,7 @@ class TrainConfig(_Config):
     batch_size: int = 16  # sequences per forward pass
     context_length: int = 256  # tokens per sequence
     accumulation: int = 1  # forward passes per optimiser step
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; all else stays with AdamW at the same rate
     learning_rate: float = 1e-3
     min_learning_rate_ratio: float = 0.1  # the last learning rate as a share of the highest
     warmup_steps: int = 100
