@@ -299,6 +299,8 @@ class TrainConfig(_Config):
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
+    moe_balance: Literal["none", "sign", "quantile"] = "quantile"  # how the selection bias of experts follows their load
+    moe_balance_rate: float = 1e-3  # sign: the step of a bias
     grad_clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast of the matrix products, weights stay fp32
     seed: int = 0
@@ -316,6 +318,7 @@ class TrainConfig(_Config):
             self._require(getattr(self, name) >= 0, name, "it must not be negative")
         self._require(self.learning_rate > 0, "learning_rate", "it must be above 0")
         self._require(0 <= self.min_learning_rate_ratio <= 1, "min_learning_rate_ratio", "it must be in [0, 1]")
+        self._require(self.moe_balance_rate > 0, "moe_balance_rate", "it must be above 0")
         self._require(0 <= self.decay_share <= 1, "decay_share", "it must be in [0, 1]")
         for name in ("beta1", "beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from palimpsest import checkpoint
+from palimpsest.balance import Balancer
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.data import Batches
 from palimpsest.model import Model
@@ -65,7 +66,8 @@ class Trainer:
     text, for bits per byte. `report` is called with every record of metrics.jsonl:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
-        memory_bytes (the most so far), seconds (of all steps so far, without validation and saving)
+        memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
+        moe_max_violation, moe_idle_experts (of that step)
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -105,6 +107,7 @@ class Trainer:
             self.identity["validation_tokens"] = _inspect("validation_tokens", validation_tokens, vocab_size)
         self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
         self.optimizer = make_optimizer(model, config)
+        self.balancer = Balancer(model, config)
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
         self._claimed = False
@@ -125,6 +128,7 @@ class Trainer:
         self._torn = True
         self.model.train()
         self.optimizer.zero_grad()
+        self.balancer.begin()
         batches = [next(self.batches).to(self.device) for _ in range(self.config.accumulation)]
         loss = backward(self.model, [(ids, ids) for ids in batches], self.config.precision)
         try:
@@ -136,6 +140,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        self.balancer.end()
         self.steps_done = number
         self._torn = False
         self.seconds += time.perf_counter() - began
@@ -214,6 +219,7 @@ class Trainer:
                 "tokens_per_s": tokens_per_s,
                 "memory_bytes": memory,
                 "seconds": self.seconds,
+                **self.balancer.metrics(),
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)
