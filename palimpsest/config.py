@@ -303,6 +303,7 @@ class TrainConfig(_Config):
     moe_balance_rate: float = 1e-3  # sign: the step of a bias
     grad_clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast of the matrix products, weights stay fp32
+    recompute: bool = False  # sublayers run again in the backward pass: less memory, about a third more time
     seed: int = 0
     log_every: int = 10  # steps
     eval_every: int = 200  # steps; 0 evaluates only at the end

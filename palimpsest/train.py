@@ -52,7 +52,7 @@ def backward(model: Model, micro_batches: Sequence[tuple[Tensor, Tensor]], preci
         if count == 0:
             continue
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = model(ids, labels=labels).loss
+            loss = model.loss(ids, labels)
         share = loss * (count / sum(counts))
         share.backward()
         total = total + share.detach()
@@ -89,6 +89,7 @@ class Trainer:
         self.validation_tokens, self.bytes_per_token = validation_tokens, bytes_per_token
         self.tokenizer, self.report = tokenizer, report
         self.device = next(model.parameters()).device
+        model.recompute = config.recompute
         _check_lengths(model, config, validation_tokens)
         vocab_size = model.config.vocab_size
         if tokenizer is not None and tokenizer.vocab_size > vocab_size:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
+from palimpsest.ops.cross_entropy import linear_cross_entropy
 from palimpsest.ops.grouped import grouped_matmul
 from palimpsest.ops.reference import recurrence
 
@@ -28,6 +29,7 @@ __all__ = [
     "kda_gate",
     "l2norm",
     "linear_attention",
+    "linear_cross_entropy",
     "rms_norm",
     "short_conv",
 ]
