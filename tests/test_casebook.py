@@ -19,7 +19,7 @@ CASES = tomllib.loads((TESTS / "casebook.toml").read_text(encoding="utf-8"))
 
 def test_every_case_is_tested_or_cannot_occur() -> None:
     for name, case in CASES.items():
-        assert re.fullmatch(r"R\d{3}", name)
+        assert re.fullmatch(r"R\d{3}|K\d{2}", name)
         if "why" in case:
             assert not case.keys() - {"why", "while_absent"}
             if "while_absent" in case:
