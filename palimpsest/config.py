@@ -289,6 +289,7 @@ class TrainConfig(_Config):
     steps: int = 1000
     batch_size: int = 16  # sequences per forward pass
     context_length: int = 256  # tokens per sequence
+    separate_documents: bool = False  # nothing is carried over an end of text; else documents are read as one stream
     accumulation: int = 1  # forward passes per optimiser step
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; all else stays with AdamW at the same rate
     learning_rate: float = 1e-3

@@ -137,7 +137,7 @@ def test_only_training_moves_the_bias() -> None:
         trainer = Trainer(model, pal.TrainConfig.from_dict({"moe_balance": rule, "context_length": 32}), tokens, tokens)
         trainer.evaluate()
         model.train()
-        backward(model, [(ids, ids)])
+        backward(model, [(ids, ids, None)])
         model.eval()(ids)
         if rule == "none":
             trainer.step()
