@@ -18,6 +18,7 @@ app = cyclopts.App(
     name="palimpsest",
     help="Build, train and compare every sequence model on the road from GPT-2 to Kimi K3.",
     version=lambda: _version(),
+    suppress_keyboard_interrupt=False,
 )
 
 Json = Annotated[Path | None, Parameter(name="--json", help="Also write the numbers to this JSON file.")]
