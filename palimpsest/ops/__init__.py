@@ -16,9 +16,12 @@ from torch.nn import functional as F
 from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
 from palimpsest.ops.grouped import grouped_matmul
+from palimpsest.ops.mxfp4 import GROUP as MXFP4_GROUP
+from palimpsest.ops.mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_matmul
 from palimpsest.ops.reference import recurrence
 
 __all__ = [
+    "MXFP4_GROUP",
     "backends",
     "choose",
     "delta_rule",
@@ -28,6 +31,9 @@ __all__ = [
     "kda_gate",
     "l2norm",
     "linear_attention",
+    "mxfp4_decode",
+    "mxfp4_encode",
+    "mxfp4_matmul",
     "rms_norm",
     "short_conv",
 ]
