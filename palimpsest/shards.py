@@ -199,16 +199,9 @@ def write_file(
 
     `shapes` has (dtype code, shape) of each, in the order of `tensors`.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, shape) in shapes.items():
-        start, end = end, end + SIZES[dtype] * prod(shape)
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     checks = {}
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header(shapes))
         for name, tensor in tensors:
             assert (CODES[tensor.dtype], tuple(tensor.shape)) == shapes[name], name
             data = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -216,6 +209,18 @@ def write_file(
             file.write(data.data)
             progress.add(data.nbytes)
     return checks
+
+
+def header(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """What stands in front of the data of tensors with these dtype codes and shapes."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in shapes.items():
+        start, end = end, end + SIZES[dtype] * prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def batches(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
