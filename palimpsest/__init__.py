@@ -5,11 +5,11 @@ model = pal.Model(pal.ModelConfig.preset("kimi-k3-tiny"))
 out = model(ids)  # out.logits, out.state
 """
 
-from palimpsest.checkpoint import load, save
 from palimpsest.config import InputError, ModelConfig, SamplingConfig, TrainConfig
 from palimpsest.generate import Completion, generate
 from palimpsest.model import Model, Output
 from palimpsest.presets import presets
+from palimpsest.published import load, save
 from palimpsest.state import State
 
 __version__ = "0.1.0"

@@ -47,9 +47,9 @@ def save(model: Model, folder: str | Path, tokenizer: Tokenizer | None = None) -
     if (folder / CONFIG).exists() and read_json(folder / CONFIG).get("format") != FORMAT:
         raise InputError(f"{folder / CONFIG}: not written by palimpsest; give another folder")
     _check_savable(model, tokenizer)
-    with _staged(folder) as staging:
+    with staged(folder) as staging:
         _write_model(staging, model, tokenizer)
-        _flush_all(staging)
+        flush_all(staging)
         if not folder.exists():
             staging.rename(folder)
         else:
@@ -81,7 +81,7 @@ def load(path: str | Path) -> tuple[Model, Tokenizer | None]:
             f"{folder / TOKENIZER[0]}: ids reach {tokenizer.vocab_size - 1}; the model's vocabulary has "
             f"{config.vocab_size} entries; use the tokenizer it was trained with"
         )
-    _fill(model, tensors)
+    fill(model, tensors)
     return model, tokenizer
 
 
@@ -104,11 +104,11 @@ def save_checkpoint(
     target = run / "checkpoints" / f"step-{step:08d}"
     if target not in checkpoints(run):
         _check_savable(model, tokenizer)
-        with _staged(target) as staging:
+        with staged(target) as staging:
             _write_model(staging, model, tokenizer)
             save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, staging / OPTIMIZER)
             (staging / TRAIN_STATE).write_text(_json(state), encoding="utf-8")
-            _flush_all(staging)
+            flush_all(staging)
             if target.exists():
                 _remove(target)
             staging.rename(target)
@@ -247,7 +247,7 @@ def _write_model(folder: Path, model: Model, tokenizer: Tokenizer | None) -> Non
 
 
 @contextlib.contextmanager
-def _staged(target: Path) -> Iterator[Path]:
+def staged(target: Path) -> Iterator[Path]:
     """An empty folder beside `target` to write in; it is gone afterwards, whatever happens."""
     staging = target.with_name(f".{target.name}{TEMPORARY}")
     try:
@@ -275,7 +275,7 @@ def _json(values: dict[str, Any]) -> str:
     return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _flush_all(folder: Path) -> None:
+def flush_all(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
         _flush(path)
 
@@ -381,7 +381,7 @@ def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _fill(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Gives a model on the meta device its parameters; tied ones stay tied."""
     real = {
         id(parameter): nn.Parameter(tensors[name], requires_grad=parameter.requires_grad)

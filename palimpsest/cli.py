@@ -206,7 +206,7 @@ def generate(
     Parameters
     ----------
     folder
-        A model folder, or the folder of a training run.
+        A model folder of ours or as others publish them, or the folder of a training run.
     prompts
         Texts to continue, each on its own. One is streamed; several are done together.
     prompt_file
@@ -232,11 +232,11 @@ def generate(
         except UnicodeDecodeError as error:
             raise InputError(f"{prompt_file}: not UTF-8 at byte {error.start}") from None
     sampling = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
-    from palimpsest import checkpoint
     from palimpsest.generate import generate as draw
     from palimpsest.generate import stream
+    from palimpsest.published import load
 
-    model, tokenizer = checkpoint.load(folder)
+    model, tokenizer = load(folder)
     if tokenizer is None:
         raise InputError(f"{folder}: there is no tokenizer in it; save the model with one")
     texts = texts or [""]
@@ -254,6 +254,44 @@ def generate(
         for p, c in zip(texts, done, strict=True)
     ]
     _write(json, {"completions": rows, "sampling": sampling.to_dict()})
+
+
+@app.command
+def convert(
+    source: Path,
+    out: Path | None = None,
+    /,
+    *,
+    to: Literal["hf"] = "hf",
+    dtype: Literal["f32", "bf16", "f16", "mxfp4"] | None = None,
+    json: Json = None,
+) -> None:
+    """Write a model as other libraries read it, or check one from its headers and list what it holds.
+
+    Parameters
+    ----------
+    source
+        A run folder or a model, in any form that `palimpsest generate` opens.
+    out
+        Where to write, a name that is free. Left out: nothing is written; the source's tensors are checked and counted.
+    to
+        hf: a folder in Hugging Face layout.
+    dtype
+        Of the matrices; by default as they are. mxfp4 packs the experts of Kimi K3 in four bits.
+    """
+    _check_json(json)
+    from palimpsest import published
+
+    if out is None:
+        if dtype is not None:
+            raise InputError("--dtype was given without a place to write to; give one")
+        facts = published.inspect(source)
+    else:
+        facts = published.convert(source, out, to, dtype)
+    for name, row in facts["dtypes"].items():
+        print(f"{name:<5} {row['tensors']:>9,} tensors {row['bytes']:>22,} bytes")
+    print(f"total {facts['tensors']:>9,} tensors {facts['bytes']:>22,} bytes in {facts['files']} files: {facts['family']}")
+    _write(json, facts)
 
 
 @app.command

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from palimpsest import mixers, mlps, residuals
 from palimpsest.config import InputError, ModelConfig
 from palimpsest.mixers import GatedDeltaNet, ShortConvolution
-from palimpsest.moe import Experts, Router
-from palimpsest.ops import document_lengths, linear_cross_entropy
+from palimpsest.moe import Experts, MoE, PackedExperts, Router
+from palimpsest.ops import document_lengths, linear_cross_entropy, mxfp4_encode, rms_norm
 from palimpsest.residuals import Site, Stream
 from palimpsest.state import LayerState, Segments, State
 
@@ -202,7 +202,7 @@ class Model(nn.Module):
 
     def num_parameters(self, active: bool = False) -> int:
         """All parameters, or those one token uses: without token and position tables, the head once, chosen experts."""
-        total = sum(parameter.numel() for parameter in self.parameters())
+        total = _count(self)
         if not active:
             return total
         if not self.config.tie_word_embeddings:
@@ -213,8 +213,21 @@ class Model(nn.Module):
             if isinstance(module, Experts):
                 count = self.config.num_experts
                 idle = count - self.config.num_experts_per_token
-                total -= sum(parameter.numel() for parameter in module.parameters()) // count * idle
+                total -= _count(module) // count * idle
         return total
+
+    @torch.no_grad()
+    def pack_experts(self) -> None:
+        """Turns all routed experts into four-bit ones with the nearest values (MXFP4); they can no longer be trained."""
+        for module in self.modules():
+            if isinstance(module, MoE) and not isinstance(module.experts, PackedExperts):
+                with torch.device(module.experts.gate_proj.device):  # type: ignore[arg-type]
+                    packed = PackedExperts(self.config)
+                for name, weight in module.experts.named_parameters():
+                    if not weight.is_meta:
+                        for part, values in zip(("packed", "scale"), mxfp4_encode(weight), strict=True):
+                            packed.get_parameter(f"{name}_{part}").data = values
+                module.experts = packed
 
     def _pack(
         self, ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None
@@ -299,7 +312,20 @@ def _targets(labels: Tensor, segments: Segments) -> Tensor:
     return targets
 
 
+def _count(module: nn.Module) -> int:
+    """Parameters; a packed byte holds two, scales are no parameters of their own."""
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters() if not name.endswith("_scale")}
+    return sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
+
+
+class RMSNorm(nn.RMSNorm):
+    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.dtype == self.weight.dtype else rms_norm(x, self.weight, self.eps or 0.0)
+
+
 def _norm(config: ModelConfig) -> nn.Module:
     if config.norm == "layer":
         return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
-    return nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps)

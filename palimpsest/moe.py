@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palimpsest import ops
-from palimpsest.config import ModelConfig
+from palimpsest.config import InputError, ModelConfig
 
 
 def route(
@@ -75,27 +75,57 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """The routed experts, stacked: gate_proj and up_proj [E,I,R], down_proj [E,R,I]; R the width they work in."""
 
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         from palimpsest.mlps import activation
 
         count, inner = config.num_experts, config.moe_intermediate_size
         width = config.routed_expert_hidden_size or config.hidden_size
-        self.gate_proj = nn.Parameter(torch.zeros(count, inner, width))
-        self.up_proj = nn.Parameter(torch.zeros(count, inner, width))
-        self.down_proj = nn.Parameter(torch.zeros(count, width, inner))
+        self.count = count
+        for name in ("gate_proj", "up_proj"):
+            self.add_matrices(name, count, inner, width)
+        self.add_matrices("down_proj", count, width, inner)
         self.activation = activation(config.moe_hidden_act, config)
+
+    def add_matrices(self, name: str, count: int, rows: int, columns: int) -> None:
+        self.register_parameter(name, nn.Parameter(torch.zeros(count, rows, columns)))
+
+    def product(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
+        """Rows x [N,in], sorted by expert, counts[e] of each, times the matrices `name` -> [N,out]."""
+        return ops.grouped_matmul(x, self.get_parameter(name), counts)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [N,R], experts and weights [N,k] -> the weighted sum [N,R] in x's dtype; three matrix products in all."""
         order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=self.gate_proj.shape[0])
+        counts = experts.flatten().bincount(minlength=self.count)
         rows = x[order // experts.shape[1]]
-        gate = ops.grouped_matmul(rows, self.gate_proj, counts)
-        up = ops.grouped_matmul(rows, self.up_proj, counts)
-        y = ops.grouped_matmul(self.activation(gate, up), self.down_proj, counts)
+        gate, up = (self.product(name, rows, counts) for name in ("gate_proj", "up_proj"))
+        y = self.product("down_proj", self.activation(gate, up), counts)
         y = y.to(weights.dtype)[order.argsort()].unflatten(0, experts.shape)
         return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+class PackedExperts(Experts):
+    """The same in four bits (ops/mxfp4.py): `<name>_packed` uint8 [E,out,in/2] and `<name>_scale` uint8 [E,out,in/32].
+
+    They stay packed: a product unpacks a few rows of a chosen expert at a time. They are not trained.
+    """
+
+    def add_matrices(self, name: str, count: int, rows: int, columns: int) -> None:
+        if columns % ops.MXFP4_GROUP:
+            raise InputError(f"model: experts are {columns} wide; in MXFP4 that must be a multiple of {ops.MXFP4_GROUP}")
+        for part, width in (("packed", columns // 2), ("scale", columns // ops.MXFP4_GROUP)):
+            empty = torch.zeros(count, rows, width, dtype=torch.uint8)
+            self.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
+
+    def product(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
+        packed, scale = self.get_parameter(f"{name}_packed"), self.get_parameter(f"{name}_scale")
+        each = zip(x.split(counts.tolist()), packed, scale, strict=True)
+        return torch.cat([ops.mxfp4_matmul(*parts) for parts in each if len(parts[0])] or [x.new_zeros(0, packed.shape[1])])
 
 
 class MoE(nn.Module):

@@ -86,3 +86,32 @@ class Display:
         if self.is_open:
             print(file=sys.stderr, flush=True)
         self.is_open = False
+
+
+class Transfer:
+    """What a long reading or writing shows on stderr: bytes done and time left; nothing in the first two seconds."""
+
+    def __init__(self, what: str, total_bytes: int) -> None:
+        self.what, self.total, self.done = what, total_bytes, 0
+        self.began = time.perf_counter()
+        self.shown = self.began + 2 - self.pause
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two lines."""
+        return 0.2 if sys.stderr.isatty() else 10.0
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        now = time.perf_counter()
+        is_last, is_quiet = self.done >= self.total, now - self.began < 2
+        if is_quiet or (now - self.shown < self.pause and not is_last):
+            return
+        self.shown = now
+        rate = self.done / (now - self.began)
+        left = int((self.total - self.done) / rate)
+        line = f"{self.what}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:,.0f} MB/s"
+        line += f", {left // 60}:{left % 60:02} left"
+        is_terminal = sys.stderr.isatty()
+        end = "\n" if is_last or not is_terminal else ""
+        print(f"\r{line}\x1b[K" if is_terminal else line, end=end, file=sys.stderr, flush=True)

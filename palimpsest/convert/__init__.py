@@ -14,19 +14,21 @@ family is tables (keys against fields of the configuration, names against names)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from palimpsest.config import InputError, ModelConfig
-from palimpsest.convert.family import Family, Published
+from palimpsest.convert.family import Entry, Family, Published
 from palimpsest.convert.gpt2 import GPT2
 from palimpsest.convert.kimi import Kimi
 from palimpsest.convert.qwen3_next import Qwen3Next
 from palimpsest.model import Model
 
+T = TypeVar("T")
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 FAMILIES: dict[str, Family] = {  # by a key that its config.json has and those below do not
     "n_embd": GPT2(),
     "linear_attn_config": Kimi(),
@@ -42,20 +44,16 @@ def from_published(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> tup
     tied head shares the embedding's tensor. Raises InputError for a config this version does not read, and for a missing,
     misshapen or surplus tensor.
     """
-    text = config.get("text_config", config)
-    family = _recognise(text)
-    model = ModelConfig.from_dict(family.read(text), "config.json")
-    left = {name.removeprefix(family.prefix): tensor for name, tensor in tensors.items()}
-    left = {name: tensor for name, tensor in left.items() if not re.fullmatch(family.ignored, name)}
-    if model.tie_word_embeddings and "lm_head.weight" in left:
-        head = left.pop("lm_head.weight")
-        embedding = left.setdefault(family.rename("embed_tokens.weight"), head)
-        if not (embedding is head or head.is_meta or torch.equal(embedding, head)):
-            raise InputError("tensor 'lm_head.weight' differs from the embedding, but config.json ties them")
-    ours = _convert(family, model, left, loading=True)
-    if model.tie_word_embeddings:
-        ours["lm_head.weight"] = ours["embed_tokens.weight"]
-    return model, ours
+    layout = Layout.read(config, tensors)
+    left = dict(layout.select(tensors))
+    embedding, head = (left.get(layout.rename(name)) for name in (EMBEDDING, HEAD))
+    if layout.config.tie_word_embeddings and embedding is not None and head is not None:
+        check_tied(embedding, head)
+    used = layout.check({name: ("", tuple(x.shape)) for name, x in left.items()})
+    ours = {name: x for entry in layout.entries for name, x in layout.load(entry, [left[used[n]] for n in entry.published])}
+    if layout.config.tie_word_embeddings:
+        ours[HEAD] = ours[EMBEDDING]
+    return layout.config, ours
 
 
 def to_published(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Published:
@@ -65,48 +63,147 @@ def to_published(config: ModelConfig, tensors: Mapping[str, Tensor]) -> Publishe
     published as w - 1 is rounded when w lies outside [0.5, 2]. Raises InputError for a configuration that no published
     layout can hold, and for a missing, misshapen or surplus tensor.
     """
-    family = _family(config)
-    text = family.write(config)
-    for field, value in family.read(text).items():
-        have = getattr(config, field)
-        if have != value and field not in family.unused:
-            raise InputError(f"model: {field} is {have!r}; a published {family.name} model can only hold {value!r}")
-    left = {name: x for name, x in tensors.items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
-    published = _convert(family, config, left, loading=False)
-    text["dtype"] = str(published[family.rename("embed_tokens.weight")].dtype).removeprefix("torch.")
-    return family.wrap(config, text, published)
+    layout = Layout.of(config, packed=any(name.endswith("_packed") for name in tensors))
+    left = {name: x for name, x in tensors.items() if not (config.tie_word_embeddings and name == HEAD)}
+    for name, expected in layout.ours.items():
+        if name not in left:
+            raise InputError(f"tensor {name!r} is missing; the set is incomplete or belongs to another configuration")
+        if left[name].shape != expected.shape:
+            shapes = f"{list(left[name].shape)}; expected {list(expected.shape)}"
+            raise InputError(f"tensor {name!r} has shape {shapes}; it belongs to another configuration")
+    _refuse_surplus(left.keys() - layout.ours.keys())
+    dumped = (entry.dump(*(left[name] for name in entry.ours)) for entry in layout.entries)
+    pairs = zip(layout.entries, dumped, strict=True)
+    published = {name: x.contiguous() for entry, each in pairs for name, x in zip(entry.published, each, strict=True)}
+    return layout.document(str(left[EMBEDDING].dtype)), {layout.prefix + name: tensor for name, tensor in published.items()}
 
 
-def _convert(family: Family, config: ModelConfig, left: dict[str, Tensor], loading: bool) -> dict[str, Tensor]:
-    """Takes every tensor out of `left` and through the family's entries, one way or the other."""
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Model(config).state_dict().items()}
-    moved: dict[str, Tensor] = {}
-    done = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for each in shapes:
-        if each in done:
-            continue
-        entry = family.entry(each, config)
-        done.update(entry.ours)
-        names, targets = (entry.published, entry.ours) if loading else (entry.ours, entry.published)
-        for name in names:
-            if name not in left:
-                raise InputError(f"tensor {name!r} is missing; the set is incomplete or belongs to another configuration")
-        sources = {name: left.pop(name) for name in names}
+class Layout:
+    """A model's tensors in its family's layout: the entries that lead from one side to the other, and all shapes.
+
+    `ours` and `published` are tensors on the meta device by name (published ones without prefix); `model` is there too.
+    """
+
+    def __init__(self, family: Family, config: ModelConfig, packed: bool) -> None:
+        self.family, self.config = family, config
+        with torch.device("meta"):
+            self.model = Model(config)
+            if packed:
+                self.model.pack_experts()
+        self.ours = dict(self.model.named_parameters())  # a tied tensor once, as the embedding
+        self.entries, done = [], set()
+        for name in self.ours:
+            if name not in done:
+                entry = family.entry(name, config)
+                self.entries.append(entry)
+                done.update(entry.ours)
+        self.published: dict[str, Tensor] = {}
+        for entry in self.entries:
+            dumped = entry.dump(*(self.ours[name] for name in entry.ours))
+            self.published |= zip(entry.published, dumped, strict=True)
+
+    @classmethod
+    def read(cls, config: dict[str, Any], names: Iterable[str]) -> Self:
+        """The layout that a config.json describes; `names` of tensors say whether experts are packed."""
+        text = config.get("text_config", config)
+        family = _recognise(text)
+        if text is not config:
+            family.check_outer(config)
         try:
-            changed = (entry.load if loading else entry.dump)(*sources.values())
-            results = dict(zip(targets, (tensor.contiguous() for tensor in changed), strict=True))
+            fields = family.read(text)
+        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+            raise InputError(f"config.json: a value is not of the kind that its key wants ({error})") from None
+        model = ModelConfig.from_dict(fields, "config.json")
+        packed = any(name.endswith(".weight_packed") for name in names)
+        family.check_quantization(text.get("quantization_config"), packed)
+        return cls(family, model, packed)
+
+    @classmethod
+    def of(cls, config: ModelConfig, packed: bool = False) -> Self:
+        """The published layout that can hold a configuration. Raises InputError where there is none."""
+        family = _family(config)
+        for field, value in family.read(family.write(config)).items():
+            have = getattr(config, field)
+            if have != value and field not in family.unused:
+                raise InputError(f"model: {field} is {have!r}; a published {family.name} model can only hold {value!r}")
+        return cls(family, config, packed)
+
+    @property
+    def prefix(self) -> str:
+        """What stands in front of every name that is written."""
+        return self.family.written_prefix(self.config)
+
+    def rename(self, name: str) -> str:
+        return self.family.rename(name)
+
+    def document(self, dtype: str) -> dict[str, Any]:
+        """config.json."""
+        text = {**self.family.write(self.config), "dtype": dtype.removeprefix("torch.")}
+        packed = any(name.endswith("_packed") for name in self.ours)
+        return self.family.wrap(self.config, {**text, **self.family.quantization} if packed else text)
+
+    def select(self, tensors: Mapping[str, T]) -> Iterator[tuple[str, T]]:
+        """(name without prefix, value) of what belongs to the model. Raises InputError for two of one name."""
+        seen = set()
+        for full, value in tensors.items():
+            name = full.removeprefix(self.family.prefix)
+            if name in seen:
+                raise InputError(f"tensor {full!r} is there with and without {self.family.prefix!r}; expected it once")
+            seen.add(name)
+            if not re.fullmatch(self.family.ignored, name):
+                yield name, value
+
+    def check(self, found: Mapping[str, tuple[str, tuple[int, ...]]], where: str = "") -> dict[str, str]:
+        """Raises InputError unless `found` are the tensors of this model: by name what opens an error line, and the shape.
+
+        `where` opens the line about a tensor that is nowhere. Returns for every published name the one that holds it: its
+        own, or where the head is tied perhaps the head's.
+        """
+        used = {name: name for name in self.published}
+        embedding, head = self.rename(EMBEDDING), self.rename(HEAD)
+        if self.config.tie_word_embeddings and embedding not in found:
+            used[embedding] = head
+        missing = [name for name, stored in used.items() if stored not in found]
+        if missing:
+            shape = list(self.published[missing[0]].shape)
+            raise InputError(
+                f"{where}tensor {missing[0]!r} is missing ({len(missing)} in all); expected shape {shape}, found none; "
+                "the set is incomplete or belongs to another configuration"
+            )
+        surplus = found.keys() - used.values() - ({head} if self.config.tie_word_embeddings else set())
+        _refuse_surplus(surplus, found[min(surplus)][0] if surplus else "")
+        for entry in self.entries:
+            shapes = {name: found[used[name]][1] for name in entry.published}
+            if any(shapes[name] != self.published[name].shape for name in shapes) and not self._fits(entry, shapes):
+                name = next(name for name in shapes if shapes[name] != self.published[name].shape)
+                raise InputError(
+                    f"{found[used[name]][0]}tensor {name!r} has shape {list(shapes[name])}; "
+                    f"expected {list(self.published[name].shape)}; it belongs to another configuration"
+                )
+        return used
+
+    def _fits(self, entry: Entry, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether shapes other than ours are another spelling that the entry reads (a convolution without middle axis)."""
+        try:
+            loaded = entry.load(*(torch.empty(shape, device="meta") for shape in shapes.values()))
         except RuntimeError:
-            results = {}
-        held = results if loading else sources
-        if not results or any(held[name].shape != shapes[name] for name in entry.ours):
-            shape = list(sources[names[0]].shape)
-            raise InputError(f"tensor {names[0]!r} has shape {shape}, which belongs to another configuration")
-        moved |= results
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise InputError(f"tensor {next(iter(left))!r}{more} has no place in this model; another configuration may fit")
-    return moved
+            return False
+        return [tensor.shape for tensor in loaded] == [self.ours[name].shape for name in entry.ours]
+
+    def load(self, entry: Entry, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Our names and tensors, from an entry's published ones."""
+        return zip(entry.ours, (tensor.contiguous() for tensor in entry.load(*tensors)), strict=True)
+
+
+def check_tied(embedding: Tensor, head: Tensor) -> None:
+    if not (embedding is head or head.is_meta or torch.equal(embedding, head)):
+        raise InputError("tensor 'lm_head.weight' differs from the embedding, but config.json ties them")
+
+
+def _refuse_surplus(names: Set[str], where: str = "") -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise InputError(f"{where}tensor {min(names)!r}{more} has no place in this model; another configuration may fit")
 
 
 def _recognise(text: Mapping[str, Any]) -> Family:

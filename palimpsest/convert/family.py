@@ -10,9 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palimpsest.config import InputError, ModelConfig
+from palimpsest.config import InputError, ModelConfig, suggestion
 
 Published = tuple[dict[str, Any], dict[str, Tensor]]  # config.json, tensors by name
+
+# Keys of a config.json that change nothing in the model: where it came from, token numbers, settings for sampling, training
+# and output that transformers writes into every file.
+IDLE = frozenset(
+    """_name_or_path architectures auto_map model_type dtype torch_dtype transformers_version use_cache bos_token_id
+    eos_token_id pad_token_id sep_token_id decoder_start_token_id add_cross_attention bad_words_ids begin_suppress_tokens
+    chunk_size_feed_forward cross_attention_hidden_size diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    id2label label2id is_decoder is_encoder_decoder length_penalty max_length min_length no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states output_scores prefix problem_type
+    pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript typical_p
+    use_bfloat16 attention_dropout rope_parameters rope_scaling""".split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,17 @@ def taps(published: str, ours: Sequence[str], sizes: list[int]) -> Entry:
     return Entry([published], ours, load, lambda *taps: (torch.cat(taps).unsqueeze(1),))
 
 
+def refuse_unknown(config: Mapping[str, Any], known: set[str]) -> None:
+    """A key that nothing here reads may change the model; null is absent."""
+    unknown = [key for key, value in config.items() if value is not None and key not in known]
+    if unknown:
+        key = unknown[0]
+        value = " ".join(f"{config[key]!r}".split())[:60]
+        more = f" ({len(unknown) - 1} more)" if len(unknown) > 1 else ""
+        close = suggestion(key, known)
+        raise InputError(f"config.json: unknown key {key!r} = {value}{more}; it may change the model, so it is not read{close}")
+
+
 def wide(weight: Tensor) -> Tensor:
     """At least float32."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -80,6 +105,7 @@ class Family:
     sizes |= same("initializer_range tie_word_embeddings")
     fields: Mapping[str, str] = {**sizes, **same("num_key_value_heads head_dim max_position_embeddings")}
     defaults: Mapping[str, Any] = {"initializer_range": 0.02, "tie_word_embeddings": False}  # of absent keys
+    implied: Mapping[str, Any] = {"rope_interleaved": False}  # as `stated`, of files that say it; not written
     # What config.json says of every model of the family, what holds for every one in our fields, and with such a layer.
     stated: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
     fixed: Mapping[str, Any] = {"norm": "rms", "residual": "sum", "use_bias": False, "position": "none"}
@@ -87,6 +113,10 @@ class Family:
         "attention": {"position": "rope", "partial_rotary_factor": 1.0, "attention_output_gate": False, "qk_norm": False}
     }
     unused: Sequence[str] = ()  # fields that `read` sets though no layer looks at them
+    wide_norms = False  # whether norms, published as w - 1, would lose w in 16 bits
+    quantization: Mapping[str, Any] = {}  # what config.json says where experts are packed
+    # Keys of config.json that `read_layers` reads, or that change nothing in this family's models.
+    others = "pretraining_tp is_llama_config transformers.js_config"
     renames: Mapping[str, str] = {
         **{r"^(?!lm_head)": "model.", r"\.mixer\.": ".self_attn."},
         **{"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
@@ -94,18 +124,24 @@ class Family:
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Fields of a ModelConfig, from a config.json. Null is absent; newer files keep rotary settings in a table."""
+        refuse_unknown(config, {*IDLE, *self.fields, *self.defaults, *self.stated, *self.implied, *self.others.split()})
         newer = config.get("rope_parameters") or {}
         scaling = config.get("rope_scaling") or newer
         if scaling.get("rope_type", scaling.get("type", "default")) != "default":
             raise InputError(f"config.json: rope_scaling is {scaling!r}; only unscaled rotary positions are supported")
         given = {key: value for key, value in {**config, **newer}.items() if value is not None}
-        heads = given.get("num_attention_heads") or 1
-        sizes = {"num_key_value_heads": heads, "head_dim": given.get("hidden_size", 0) // heads, "rope_theta": 10000.0}
+        heads, width = (given.get(key) for key in ("num_attention_heads", "hidden_size"))
+        sizes: dict[str, Any] = {"num_key_value_heads": heads, "rope_theta": 10000.0}
+        if type(heads) is int and type(width) is int and heads > 0:
+            sizes["head_dim"] = width // heads
         given = {**self.defaults, **sizes, **given}
-        for key, value in self.stated.items():
+        for key, value in {**self.stated, **self.implied}.items():
             if given.get(key, value) != value:
                 raise InputError(f"config.json: {key} is {given[key]!r}; only {value!r} is supported")
         values = {**self.fixed, **take(given, self.fields)}
+        for key, ours in self.fields.items():
+            if ModelConfig.__annotations__[ours] == "int" and type(given[key]) is not int:
+                raise InputError(f"config.json: {key} is {given[key]!r}; it must be a whole number")
         values |= self.read_layers(given, values["num_hidden_layers"])
         for kind in {*values["mixers"], *values["mlps"]}:
             values |= self.per_layer.get(kind, {})
@@ -125,9 +161,22 @@ class Family:
     def write_layers(self, config: ModelConfig) -> dict[str, Any]:
         return {}
 
-    def wrap(self, config: ModelConfig, text: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
-        """The whole config.json around `write`'s part, and the tensors under their full names."""
-        return text, tensors
+    def wrap(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
+        """The whole config.json around `write`'s part."""
+        return text
+
+    def written_prefix(self, config: ModelConfig) -> str:
+        """What stands in front of every name that is written."""
+        return ""
+
+    def check_outer(self, outer: Mapping[str, Any]) -> None:
+        """Refuses a config.json around `text_config` that this family does not have."""
+        raise InputError(f"config.json: it has a text_config; a published {self.name} model has none")
+
+    def check_quantization(self, settings: Any, packed: bool) -> None:
+        """Refuses packed tensors, which only some families have."""
+        if packed:
+            raise InputError(f"config.json: tensors are packed; a published {self.name} model has none that are")
 
     def rename(self, name: str) -> str:
         for ours, published in self.renames.items():

@@ -22,6 +22,9 @@ class GPT2(Family):
     }
     defaults = {"initializer_range": 0.02, "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5}
     stated = {"activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    implied = {"add_cross_attention": False, "reorder_and_upcast_attn": False}
+    others = """attn_pdrop embd_pdrop resid_pdrop n_ctx gradient_checkpointing summary_activation summary_first_dropout
+        summary_proj_to_labels summary_type summary_use_proj"""
     fixed = {**Family.fixed, "norm": "layer", "use_bias": True}
     per_layer = {"attention": {"position": "learned", "attention_output_gate": False, "qk_norm": False}}
     renames = {

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from palimpsest.config import InputError, ModelConfig
-from palimpsest.convert.family import Entry, Family, Published, same, stack, take, taps, wide
+from palimpsest.convert.family import IDLE, Entry, Family, refuse_unknown, same, stack, take, taps, wide
+
+EXPERT_NAMES = (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 
 
 class Kimi(Family):
@@ -35,13 +37,39 @@ class Kimi(Family):
         **{"moe_router_activation_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1},
         **{"num_nextn_predict_layers": 0},
     }
+    implied: Mapping[str, Any] = {}
+    others = """hidden_act first_k_dense_replace linear_attn_config model_max_length max_position_embeddings topk_method
+        num_key_value_heads head_dim layer_types quantization_config"""
     fixed = {**Family.fixed, "moe_router_activation_func": "sigmoid", "shared_expert_gate": False}
     per_layer = {"kda": {"linear_output_gate": "sigmoid", "allow_neg_eigval": False}}
     renames = {
         **{**Family.renames, r"output_residual\.(\w+)": r"output_attn_res_\1.weight"},
         **{r"mixer_residual\.(\w+)": r"self_attention_res_\1.weight", r"mlp_residual\.(\w+)": r"mlp_res_\1.weight"},
-        **{r"experts\.gate_proj$": "experts.*.w1.weight", r"experts\.up_proj$": "experts.*.w3.weight"},
-        r"experts\.down_proj$": "experts.*.w2.weight",
+        **{rf"\.experts\.{ours}_proj(|_packed|_scale)$": rf".experts.*.{theirs}.weight\1" for ours, theirs in EXPERT_NAMES},
+    }
+
+    # Experts alone are packed. The list of what is not is the published one; it leaves the latent maps out, so what is
+    # packed is told by the tensors' names.
+    quantization = {
+        "quantization_config": {
+            **{"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed"},
+            **{"kv_cache_scheme": None, "global_compression_ratio": None},
+            "config_groups": {
+                "group_0": {
+                    **{"targets": ["Linear"], "format": "mxfp4-pack-quantized"},
+                    **{"input_activations": None, "output_activations": None},
+                    "weights": {
+                        **{"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True},
+                        **{"dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": None, "actorder": None},
+                        **{"block_structure": None, "observer": "minmax", "observer_kwargs": {}},
+                    },
+                }
+            },
+            "ignore": [
+                *("re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*"),
+                *("re:.*vision_tower.*", "re:.*mm_projector.*"),
+            ],
+        }
     }
 
     def is_k3(self, config: ModelConfig) -> bool:
@@ -93,12 +121,37 @@ class Kimi(Family):
             values["attn_res_block_size"] = config.attn_res_block_size if config.residual != "sum" else None
         return {**values, "num_key_value_heads": config.num_attention_heads}
 
-    def wrap(self, config: ModelConfig, text: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
+    def wrap(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
         if not self.is_k3(config):
-            return text, tensors
+            return text
         outer = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text}
-        outer |= {key: text[key] for key in ("dtype", "tie_word_embeddings")}
-        return outer, {self.prefix + name: tensor for name, tensor in tensors.items()}
+        return {**outer, **{key: text[key] for key in ("dtype", "tie_word_embeddings")}}
+
+    def written_prefix(self, config: ModelConfig) -> str:
+        return self.prefix if self.is_k3(config) else ""
+
+    def check_outer(self, outer: Mapping[str, Any]) -> None:
+        own = "text_config vision_config tie_word_embeddings quantization_config ignore_index image_placeholder"
+        refuse_unknown(outer, {*IDLE, *own.split(), "media_placeholder_token_id"})
+        if outer.get("model_type", "kimi_k3") != "kimi_k3":
+            raise InputError(f"config.json: model_type is {outer['model_type']!r}; with these settings it must be 'kimi_k3'")
+
+    def check_quantization(self, settings: Any, packed: bool) -> None:
+        if settings is None and not packed:
+            return
+        if settings is None:
+            raise InputError("config.json: tensors are packed, but there is no quantization_config to say how")
+        if not packed:
+            raise InputError("config.json: it has a quantization_config, but no tensor is packed")
+        expected = self.quantization["quantization_config"]
+        for key in ("quant_method", "format"):
+            if settings.get(key) != expected[key]:
+                raise InputError(f"config.json: quantization {key} is {settings.get(key)!r}; only {expected[key]!r} is read")
+        for group in settings.get("config_groups", {}).values():
+            for key in ("num_bits", "type", "strategy", "group_size", "symmetric"):
+                have, wanted = group["weights"].get(key), expected["config_groups"]["group_0"]["weights"][key]
+                if have != wanted:
+                    raise InputError(f"config.json: quantization {key} is {have!r}; only {wanted!r} is read")
 
     def entry(self, name: str, config: ModelConfig) -> Entry:
         theirs, k3 = self.rename(name), self.is_k3(config)

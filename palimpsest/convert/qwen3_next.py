@@ -23,6 +23,10 @@ class Qwen3Next(Family):
     }
     defaults = {**Family.defaults, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
     stated = {"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1}
+    wide_norms = True
+    implied = {"use_sliding_window": False}
+    others = """layer_types full_attention_interval mlp_only_layers shared_expert_intermediate_size output_router_logits
+        router_aux_loss_coef max_window_layers"""
     per_layer = {
         "attention": {"position": "rope", "attention_output_gate": True, "qk_norm": True},
         "gated_deltanet": {"linear_output_gate": "silu", "linear_output_gate_rank": None, "allow_neg_eigval": False},

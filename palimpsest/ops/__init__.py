@@ -17,9 +17,12 @@ from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
 from palimpsest.ops.cross_entropy import linear_cross_entropy
 from palimpsest.ops.grouped import grouped_matmul
+from palimpsest.ops.mxfp4 import GROUP as MXFP4_GROUP
+from palimpsest.ops.mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_matmul
 from palimpsest.ops.reference import recurrence
 
 __all__ = [
+    "MXFP4_GROUP",
     "backends",
     "choose",
     "delta_rule",
@@ -30,6 +33,9 @@ __all__ = [
     "l2norm",
     "linear_attention",
     "linear_cross_entropy",
+    "mxfp4_decode",
+    "mxfp4_encode",
+    "mxfp4_matmul",
     "rms_norm",
     "short_conv",
 ]

@@ -6,17 +6,15 @@ still show, so that one wrong detail is far outside the tolerances.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention, recurrent_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_chunk_gated_delta_rule,
@@ -24,8 +22,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 import palimpsest as pal
-from palimpsest import ops
-from palimpsest.convert import from_published, to_published
+from palimpsest import checkpoint, ops
+from palimpsest.cli import main
+from palimpsest.convert import to_published
+from palimpsest.tokenizer import Tokenizer
 
 TOLERANCE = 1e-4  # absolute, float32 logits of spread near 1
 IDS = torch.arange(2 * 21).view(2, 21) * 37 % 257
@@ -61,9 +61,8 @@ def pair(folder: Path, preset: str, dtype: torch.dtype = torch.float32, **overri
     config = pal.ModelConfig.preset(preset, **overrides)
     ours = pal.Model(config).to(dtype)
     randomise(ours)
-    document, tensors = to_published(config, ours.state_dict())
-    (folder / "config.json").write_text(json.dumps(document))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    folder = folder / "model"
+    pal.save(ours, folder)
     options: dict[str, Any] = {"attn_implementation": "eager", "output_loading_info": True}
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
     theirs, report = loaded
@@ -191,17 +190,36 @@ def test_kimi_linear(tmp_path: Path) -> None:
     compare_gradients(ours, theirs, 1e-3)
 
 
+@pytest.mark.parametrize("size", ["1GB", "50KB"])
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "smollm2-tiny", "qwen3-next-tiny"])
-def test_what_transformers_saves_is_read(tmp_path: Path, preset: str) -> None:
-    """Its config.json has other keys than older files (`rope_parameters`), its GPT-2 tensors a prefix."""
+def test_what_transformers_saves_is_read(tmp_path: Path, preset: str, size: str) -> None:
+    """Its config.json has other keys than older files (`rope_parameters`), its GPT-2 tensors a prefix, large ones an index."""
     ours, theirs = pair(tmp_path, preset)
-    theirs.save_pretrained(tmp_path / "saved")
-    document = json.loads((tmp_path / "saved" / "config.json").read_text())
-    config, tensors = from_published(document, load_file(tmp_path / "saved" / "model.safetensors"))
-    assert config == ours.config
-    before = ours.state_dict()
-    assert tensors.keys() == before.keys()
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
+    theirs.save_pretrained(tmp_path / "saved", max_shard_size=size)
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists() == (size == "50KB")
+    loaded, _ = pal.load(tmp_path / "saved")
+    assert loaded.config == ours.config
+    before, after = ours.state_dict(), loaded.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_trained_run_gives_transformers_the_same_text(tmp_path: Path) -> None:
+    """R123: a run folder through the command, its tokenizer too; the next tokens are the same."""
+    config = pal.ModelConfig.preset("smollm2-tiny")
+    model = pal.Model(config)
+    randomise(model)
+    tokenizer = Tokenizer.train(["to be or not to be, that is the question"] * 20, 300)
+    model = pal.Model(config.replace(vocab_size=tokenizer.vocab_size))
+    randomise(model)
+    checkpoint.save(model, tmp_path / "run", tokenizer=tokenizer)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    words: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    (mine,) = pal.generate(model, tokenizer, ["to be"], pal.SamplingConfig(max_new_tokens=12, temperature=0.0))
+    given = words("to be", return_tensors="pt")
+    drawn = theirs.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)[0, given["input_ids"].shape[1] :]
+    assert list(mine.token_ids) == drawn.tolist()[: len(mine.token_ids)] and len(mine.token_ids) >= 1
 
 
 def op_inputs(heads: int, value_heads: int, channels: bool) -> dict[str, Tensor]:

@@ -1,0 +1,87 @@
+"""MXFP4: weights in four bits, 32 of a row sharing a power of two (OCP microscaling; E2M1 elements, E8M0 scales).
+
+    w[o, i] = value[code[o, i]] * 2^(scale[o, i // 32] - 127)      value[0..7] = 0, 0.5, 1, 1.5, 2, 3, 4, 6; 8..15 negated
+
+Byte j of a row holds column 2j in its low half and column 2j + 1 in its high half (compressed-tensors; ggml's blocks of the
+same name order them otherwise).
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUP = 32  # columns under one scale
+TILE_BYTES = 1 << 18  # packed bytes that are unpacked at a time: 2 MB in float32
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The two values of each byte [256,2] and the factor of each scale [256], both float32; scale 255 is NaN."""
+    signed = [*VALUES, *(-value for value in VALUES)]
+    pairs = [[signed[byte & 15], signed[byte >> 4]] for byte in range(256)]
+    factors = [*(math.ldexp(1.0, scale - 127) for scale in range(255)), math.nan]
+    return torch.tensor(pairs, device=device), torch.tensor(factors, device=device)
+
+
+def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """packed uint8 [...,in/2], scale uint8 [...,in/32] -> weights [...,in].
+
+    Exact in float32 and bfloat16, but for scales 253 and 254, whose largest values only float64 holds (others: infinity).
+    Raises ValueError for other dtypes and for shapes that do not fit.
+    """
+    _check(packed, scale)
+    pairs, factors = _tables(packed.device)
+    if dtype == torch.float64:
+        pairs, factors = pairs.double(), factors.double()
+    values = F.embedding(packed.int(), pairs).unflatten(-2, (-1, GROUP // 2)).flatten(-2)
+    return (values * factors[scale.int()].unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [...,in], in a multiple of 32 -> (packed uint8 [...,in/2], scale uint8 [...,in/32]).
+
+    The scale is the power of two that brings a group's largest value nearest to [4, 6]: up to 7, which is as near to 6 as
+    to the next value 8, it is rounded down to 6. Elements go to the nearest value, ties to the even code. What `mxfp4_decode`
+    gives is encoded without loss. Raises ValueError for other widths and for NaN or infinity.
+    """
+    if not weight.is_floating_point() or weight.shape[-1] % GROUP:
+        raise ValueError(f"weight is {weight.dtype} {list(weight.shape)}; expected floats, the last axis a multiple of {GROUP}")
+    if not weight.is_meta and not bool(weight.isfinite().all()):
+        raise ValueError("weight holds NaN or infinity; four bits cannot")
+    groups = (weight if weight.dtype == torch.float64 else weight.float()).unflatten(-1, (-1, GROUP))
+    mantissa, exponent = torch.frexp(groups.abs().amax(-1))  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
+    scale = (exponent - 3 + (mantissa >= 0.875).int() + 127).clamp(0, 254)
+    scale = torch.where(mantissa == 0, 0, scale)
+    factors = _tables(weight.device)[1].to(groups.dtype) if not weight.is_meta else torch.ones(256, device="meta")
+    size = groups.abs() * factors[254 - scale].unsqueeze(-1)  # 2^-(scale - 127)
+    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5) + 8 * torch.signbit(groups)
+    low, high = code.to(torch.uint8).flatten(-2).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | (high << 4), scale.to(torch.uint8)
+
+
+def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """y = x W^T from packed weights: x [...,in], packed uint8 [out,in/2], scale uint8 [out,in/32] -> y [...,out], x's dtype.
+
+    Some rows of W at a time are unpacked, in x's dtype. Gradients reach x. Raises ValueError for shapes that do not fit.
+    """
+    _check(packed, scale)
+    if packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
+        raise ValueError(f"x has shape {list(x.shape)} and packed {list(packed.shape)}; expected [...,in] and [out,in/2]")
+    rows = max(TILE_BYTES // max(packed.shape[1], 1), 1)
+    tiles = zip(packed.split(rows), scale.split(rows), strict=True)
+    return torch.cat([F.linear(x, mxfp4_decode(part, factor, x.dtype)) for part, factor in tiles], -1)
+
+
+def _check(packed: Tensor, scale: Tensor) -> None:
+    if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
+        raise ValueError(f"packed is {packed.dtype} and scale {scale.dtype}; both must be uint8")
+    if packed.dim() < 1 or (*packed.shape[:-1], packed.shape[-1] * 2) != (*scale.shape[:-1], scale.shape[-1] * GROUP):
+        shapes = f"packed has shape {list(packed.shape)} and scale {list(scale.shape)}"
+        raise ValueError(f"{shapes}; expected [...,in/2] and [...,in/{GROUP}]")

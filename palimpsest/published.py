@@ -1,0 +1,76 @@
+"""Models in and out, whatever their form: `load` and `save`, and the command `convert`.
+
+in     a model, checkpoint or run folder of ours; a published folder (config.json and safetensors)
+out    a published folder where the model's family has one, else a model folder of ours
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from palimpsest import checkpoint
+from palimpsest.config import InputError
+from palimpsest.convert import Layout, folder
+from palimpsest.model import Model
+from palimpsest.tokenizer import Tokenizer
+
+
+def load(path: str | Path) -> tuple[Model, Tokenizer | None]:
+    """The model and the tokenizer of a folder; of a run folder its newest checkpoint.
+
+    Weights keep the dtype of the file; experts packed in four bits stay packed. Nothing that lies in the folder is run, and
+    no pickle is read. Raises InputError, one line with the file, the tensor, what was expected and what was found, before
+    any tensor is read; for NaN or infinity, when it is met.
+    """
+    path = Path(path)
+    return folder.load(path) if is_published(path) else checkpoint.load(path)
+
+
+def save(model: Model, path: str | Path, tokenizer: Tokenizer | None = None, dtype: str | None = None) -> None:
+    """Writes a folder that `load` and other libraries open; where no published layout holds the model, one of ours.
+
+    `dtype` is 'f32', 'bf16', 'f16' or, for experts of Kimi K3, 'mxfp4'; None keeps the model's. What is written is read back
+    and compared, and has its name only then. Raises InputError, with nothing written, for a folder that is not empty, a
+    tokenizer larger than the vocabulary, and a weight that is not finite.
+    """
+    check_tokenizer(model, tokenizer)
+    try:
+        Layout.of(model.config)
+    except InputError:
+        if dtype is not None:
+            raise
+        checkpoint.save(model, path, tokenizer)
+        return
+    folder.save(model, Path(path), tokenizer, dtype)
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    """What a published folder holds, checked from its config.json and headers; no tensor is read."""
+    if not is_published(path):
+        raise InputError(f"{path}: not a published folder; give a place to write one to")
+    return folder.open_folder(path).listing()
+
+
+def convert(source: Path, out: Path, to: str, dtype: str | None) -> dict[str, Any]:
+    """Writes the model of `source` to `out` in form `to` ('hf') and returns what `inspect` says of it. Errors as `save`."""
+    folder.check_absent(out)
+    model, tokenizer = load(source)
+    check_tokenizer(model, tokenizer)
+    folder.save(model, out, tokenizer, dtype)
+    return inspect(out)
+
+
+def check_tokenizer(model: Model, tokenizer: Tokenizer | None) -> None:
+    """Refuses a tokenizer with more tokens than the model's vocabulary."""
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+        raise InputError(
+            f"tokenizer: ids reach {tokenizer.vocab_size - 1}; the model's vocabulary has {model.config.vocab_size} entries; "
+            "save it with the tokenizer it was trained with"
+        )
+
+
+def is_published(path: Path) -> bool:
+    """Whether a path is a folder that another library may have written."""
+    config = path / checkpoint.CONFIG
+    return config.is_file() and "format" not in checkpoint.read_json(config)
