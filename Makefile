@@ -42,13 +42,16 @@ agreement: .venv/.dev-installed .venv-oracle/.installed
 	$(BIN)/python tests/oracles/agreement.py .agreement
 	rm .agreement
 
-.venv-oracle/.installed: $(ORACLE)/requirements.txt constraints.txt
+ORACLE_PIP := .venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check \
+  -c constraints.txt -c $(ORACLE)/constraints.txt
+
+.venv-oracle/.installed: $(ORACLE)/requirements.txt $(ORACLE)/constraints.txt constraints.txt
 	test -x .venv-oracle/bin/python || $(PYTHON) -m venv .venv-oracle
 	@echo "installing the engines that tests compare with"
-	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(ORACLE)/requirements.txt
+	@$(ORACLE_PIP) torch==2.13.0
+	@$(ORACLE_PIP) -r $(ORACLE)/requirements.txt
 	@# fla's token loops are files that are loaded by path; what its package asks for would bring GPU kernels in.
-	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fla-core==0.6.0
+	@$(ORACLE_PIP) --no-deps fla-core==0.6.0
 	@touch $@
 
 sabotage: .venv/.dev-installed

@@ -147,7 +147,7 @@ def test_gpt2_stores_matrices_transposed_and_q_k_v_in_one() -> None:
     torch.testing.assert_close(fused, expected)
     assert torch.equal(stored["attn.c_proj.weight"], layer.mixer.o_proj.weight.T)  # type: ignore[union-attr]
     assert tensors["h.1.mlp.c_fc.weight"].shape == (64, 128)
-    assert document["n_inner"] == 128 and document["n_positions"] == 1024
+    assert document["n_inner"] == 128 and document["n_positions"] == document["n_ctx"] == 1024
 
 
 def test_gpt2_is_read_with_and_without_prefix_with_buffers_and_without_n_inner() -> None:
@@ -275,6 +275,8 @@ def test_zero_centred_norms_do_not_lose_small_weights_in_bfloat16() -> None:
 def test_qwen3_next_layer_types_or_an_interval_and_no_selection_bias() -> None:
     document, tensors = published("qwen3-next-tiny")
     del document["layer_types"]
+    assert document.pop("full_attention_interval") == 4
+    assert "full_attention_interval" not in published("qwen3-next-tiny", mixers=("attention", *["gated_deltanet"] * 3))[0]
     extra = {"mtp.layers.0.mlp.gate.weight": torch.zeros(1)}
     assert from_published({**document, "full_attention_interval": 4}, {**tensors, **extra})[0].mixers[3] == "attention"
     with pytest.raises(pal.InputError, match="is missing"):

@@ -36,6 +36,9 @@ class GPT2(Family):
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         return super().read({**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]})
 
+    def write_layers(self, config: ModelConfig) -> dict[str, Any]:
+        return {"n_ctx": config.max_position_embeddings}  # n_positions again, as published; other engines ask for it
+
     def read_layers(self, config: dict[str, Any], layers: int) -> dict[str, Any]:
         heads = {"num_key_value_heads": config["n_head"], "head_dim": config["n_embd"] // config["n_head"]}
         return {"mixers": ("attention",) * layers, "mlps": ("gelu",) * layers, **heads}

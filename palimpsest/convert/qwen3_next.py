@@ -50,7 +50,11 @@ class Qwen3Next(Family):
         kinds = ["full_attention" if mixer == "attention" else "linear_attention" for mixer in config.mixers]
         dense = [i for i, mlp in enumerate(config.mlps) if mlp != "moe"]
         shared = config.num_shared_experts * config.moe_intermediate_size
-        return {"layer_types": kinds, "mlp_only_layers": dense, "shared_expert_intermediate_size": shared}
+        values = {"layer_types": kinds, "mlp_only_layers": dense, "shared_expert_intermediate_size": shared}
+        every = [*kinds, "full_attention"].index("full_attention") + 1
+        if all((kind == "full_attention") == (i % every == 0) for i, kind in enumerate(kinds, 1)):
+            values["full_attention_interval"] = every  # engines that read no `layer_types` would take 4
+        return values
 
     def entry(self, name: str, config: ModelConfig) -> Entry:
         layer, _, leaf = name.partition(".mixer.")

@@ -12,6 +12,7 @@ import palimpsest as pal
 from palimpsest import mixers
 from palimpsest.moe import route
 from palimpsest.state import Segments
+from tests.conftest import relative
 from tests.oracles.agreement import note
 
 SIZES: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 3, "kv_lora_rank": 8, "q_lora_rank": 10, "v_head_dim": 6}
@@ -38,23 +39,39 @@ def test_mla_with_rotation() -> None:
         up = ours.q_b_proj.weight.view(3, 9, 10).clone()
         up[:, 5:] = up[:, 5:][:, turn]
         theirs.q_b_proj.weight.copy_(up.flatten(0, 1))
-        x = torch.randn(2, 11, 24)
-        rotary: Any = deepseek.DeepseekV3RotaryEmbedding(theirs_config)
-        position = torch.arange(11).unsqueeze(0)
-        mask = torch.full((11, 11), float("-inf")).triu(1)[None, None]
-        expected = theirs(x, rotary(x, position), attention_mask=mask)[0]
-        device = torch.device("cpu")
-        whole, _ = ours(x, ours.new_state(2, x.dtype, device), Segments((0, 0), (11, 11), None, device))
-        first, state = ours(x[:, :7], ours.new_state(2, x.dtype, device), Segments((0, 0), (7, 7), None, device))
-        steps = [first]
-        for t in range(7, 11):
-            y, state = ours(x[:, t : t + 1], state, Segments((t, t), (1, 1), None, device))
-            steps.append(y)
+    back = turn.argsort()
+    x = torch.randn(2, 11, 24)
+    rotary: Any = deepseek.DeepseekV3RotaryEmbedding(theirs_config)
+    position = torch.arange(11).unsqueeze(0)
+    mask = torch.full((11, 11), float("-inf")).triu(1)[None, None]
+    expected = theirs(x, rotary(x, position), attention_mask=mask)[0]
+    device = torch.device("cpu")
+    whole, _ = ours(x, ours.new_state(2, x.dtype, device), Segments((0, 0), (11, 11), None, device))
+    first, state = ours(x[:, :7], ours.new_state(2, x.dtype, device), Segments((0, 0), (7, 7), None, device))
+    steps = [first]
+    for t in range(7, 11):
+        y, state = ours(x[:, t : t + 1], state, Segments((t, t), (1, 1), None, device))
+        steps.append(y)
+    steps = torch.cat(steps, 1)
     assert expected.std() > 0.1
-    for found in (whole, torch.cat(steps, 1)):
-        error = float((found - expected).abs().max())
-        note("transformers", "DeepSeek-V3 attention with rotation", "output", error, "absolute")
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+    for measure, found in (("output", whole), ("decode", steps)):
+        error = float((found - expected).detach().abs().max())
+        note("transformers", "DeepSeek-V3 attention with rotation", measure, error, "absolute")
         assert error < 1e-5
+        ours.zero_grad()
+        (found * weight).sum().backward()
+        for name, parameter in ours.named_parameters():
+            wanted = theirs.get_parameter(name).grad
+            if name == "kv_a_proj_with_mqa.weight":
+                wanted = torch.cat([wanted[:8], wanted[8:][back]])
+            elif name == "q_b_proj.weight":
+                wanted = wanted.view(3, 9, 10).clone()
+                wanted[:, 5:] = wanted[:, 5:][:, back]
+            error = relative(parameter.grad, wanted.view_as(parameter))
+            note("transformers", "DeepSeek-V3 attention with rotation", "gradients", error, "relative")
+            assert error < 1e-5, name
 
 
 def test_router() -> None:
@@ -63,12 +80,16 @@ def test_router() -> None:
     with torch.no_grad():
         theirs.weight.normal_(0, 1)
         theirs.e_score_correction_bias.normal_(0, 0.3)
-        logits, wanted, wanted_experts = theirs(torch.randn(40, 16))
-        experts, weights = route(logits, theirs.e_score_correction_bias, 3, renormalize=True, factor=2.5)
-    for row in range(40):
-        ours = dict(zip(experts[row].tolist(), weights[row].tolist(), strict=True))
-        other = dict(zip(wanted_experts[row].tolist(), wanted[row].tolist(), strict=True))
-        assert ours.keys() == other.keys()
-        error = max(abs(ours[expert] - other[expert]) for expert in ours)
-        note("transformers", "DeepSeek-V3 router", "output", error, "absolute")
-        assert error < 1e-6
+    logits, wanted, wanted_experts = theirs(torch.randn(40, 16))
+    experts, weights = route(logits, theirs.e_score_correction_bias, 3, renormalize=True, factor=2.5)
+    (experts, mine), (wanted_experts, other) = experts.sort(-1), wanted_experts.sort(-1)
+    weights, wanted = weights.gather(-1, mine), wanted.gather(-1, other)  # both in the order of the experts
+    assert torch.equal(experts, wanted_experts)
+    error = float((weights - wanted).detach().abs().max())
+    note("transformers", "DeepSeek-V3 router", "output", error, "absolute")
+    assert error < 1e-6
+    favour = torch.randn_like(weights)
+    found, gradient = (torch.autograd.grad((x * favour).sum(), logits, retain_graph=True)[0] for x in (weights, wanted))
+    error = relative(found, gradient)
+    note("transformers", "DeepSeek-V3 router", "gradients", error, "relative")
+    assert gradient.abs().max() > 0.1 and error < 1e-5

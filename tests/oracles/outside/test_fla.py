@@ -69,10 +69,17 @@ def test_ops(op: str, backend: str) -> None:
 
 def test_attention_residuals() -> None:
     """fla keeps the query and the norm's weight apart; only their product enters."""
-    sources = torch.randn(5, 2, 7, 16, dtype=torch.float32)
-    norm, query = torch.rand(16) + 0.5, torch.randn(16)
-    expected = naive("attnres", "naive_attnres")(query, list(sources), norm, rms_eps=1e-5)
-    error = relative(mix(sources, norm, query, 1e-5), expected)
+    mine = [torch.randn(5, 2, 7, 16), torch.rand(16) + 0.5, torch.randn(16)]
+    other = [x.clone().requires_grad_() for x in mine]
+    mine = [x.requires_grad_() for x in mine]
+    expected = naive("attnres", "naive_attnres")(other[2], list(other[0]), other[1], rms_eps=1e-5)
+    o = mix(*mine, 1e-5)
+    error = relative(o, expected)
     note("fla-core", "attention residuals", "output", error, "relative")
     assert error < TOLERANCE
-    assert relative(mix(sources, norm, 2 * query, 1e-5), expected) > 1e-2
+    weight = torch.randn_like(o)
+    found, wanted = (torch.autograd.grad((y * weight).sum(), x) for y, x in ((o, mine), (expected, other)))
+    error = max(relative(*pair) for pair in zip(found, wanted, strict=True))
+    note("fla-core", "attention residuals", "gradients", error, "relative")
+    assert error < TOLERANCE
+    assert relative(mix(mine[0], mine[1], 2 * mine[2], 1e-5), expected) > 1e-2
