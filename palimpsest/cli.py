@@ -18,6 +18,7 @@ app = cyclopts.App(
     name="palimpsest",
     help="Build, train and compare every sequence model on the road from GPT-2 to Kimi K3.",
     version=lambda: _version(),
+    suppress_keyboard_interrupt=False,
 )
 
 Json = Annotated[Path | None, Parameter(name="--json", help="Also write the numbers to this JSON file.")]
@@ -363,12 +364,29 @@ def _short(number: int) -> str:
 
 
 @app.command
-def doctor(*, json: Json = None) -> int:
-    """Say what this machine offers, which backends run, why others do not, and whether they agree with the definition."""
+def doctor(*, check: Annotated[bool, Parameter(negative="")] = False, json: Json = None) -> int:
+    """Say what this machine offers, which backends run, why others do not, and whether they agree with the definition.
+
+    Parameters
+    ----------
+    check
+        Also test every backend and every tiny preset on the CPU, and on the GPU if there is one.
+    """
     _check_json(json)
+    import torch
+
     from palimpsest import doctor as examination
 
     facts = examination.examine()
     print(examination.render(facts))
+    healthy = examination.is_healthy(facts)
+    if check:
+        facts["checks"] = {}
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            print(f"\ntesting on {device}", flush=True)
+            rows = examination.check(torch.device(device))
+            print(examination.render_check(rows))
+            facts["checks"][device] = rows
+            healthy = healthy and all(row["passed"] for row in rows)
     _write(json, facts)
-    return 0 if examination.is_healthy(facts) else 1
+    return 0 if healthy else 1

@@ -292,7 +292,9 @@ class TrainConfig(_Config):
     steps: int = 1000
     batch_size: int = 16  # sequences per forward pass
     context_length: int = 256  # tokens per sequence
+    separate_documents: bool = False  # nothing is carried over an end of text; else documents are read as one stream
     accumulation: int = 1  # forward passes per optimiser step
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; all else stays with AdamW at the same rate
     learning_rate: float = 1e-3
     min_learning_rate_ratio: float = 0.1  # the last learning rate as a share of the highest
     warmup_steps: int = 100
@@ -301,8 +303,11 @@ class TrainConfig(_Config):
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
+    moe_balance: Literal["none", "sign", "quantile"] = "quantile"  # how the selection bias of experts follows their load
+    moe_balance_rate: float = 1e-3  # sign: the step of a bias
     grad_clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast of the matrix products, weights stay fp32
+    recompute: bool = False  # sublayers run again in the backward pass: less memory, about a third more time
     seed: int = 0
     log_every: int = 10  # steps
     eval_every: int = 200  # steps; 0 evaluates only at the end
@@ -318,6 +323,7 @@ class TrainConfig(_Config):
             self._require(getattr(self, name) >= 0, name, "it must not be negative")
         self._require(self.learning_rate > 0, "learning_rate", "it must be above 0")
         self._require(0 <= self.min_learning_rate_ratio <= 1, "min_learning_rate_ratio", "it must be in [0, 1]")
+        self._require(self.moe_balance_rate > 0, "moe_balance_rate", "it must be above 0")
         self._require(0 <= self.decay_share <= 1, "decay_share", "it must be in [0, 1]")
         for name in ("beta1", "beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")

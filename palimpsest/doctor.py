@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from palimpsest import benchmark, ops
+from palimpsest.config import ModelConfig
+from palimpsest.model import Model
+from palimpsest.presets import presets
 
 OPTIONAL = {
     "matplotlib": "plots of reports",
@@ -35,6 +41,85 @@ def examine() -> dict[str, Any]:
             for name, available, reason in ops.backends()
         ],
     }
+
+
+def check(device: torch.device) -> list[dict[str, Any]]:
+    """Every backend and every tiny preset put to the test on `device`: rows of name, what was compared, error, limit, passed.
+
+    Backends: outputs, final state and gradients in float32 against the float64 definition, for decay from none to -50 nats a
+    token and for repeated keys. Presets: reading a text in one piece against token by token.
+    """
+    rows = []
+    for name, available, _ in ops.backends():
+        for op in ("linear_attention", "delta_rule", "gated_delta_rule", "kda") if available and name != "reference" else ():
+            rows.append(_row(f"{op}, {name}", "outputs, state, gradients = definition", _worst(op, name, device)))
+    for name in presets():
+        if name.endswith("-tiny"):
+            rows.append(_row(name, "one piece = token by token", _prefill_decode(name, device)))
+    return rows
+
+
+def _row(name: str, compared: str, error: float) -> dict[str, Any]:
+    return {"name": name, "compared": compared, "error": error, "limit": TOLERANCE, "passed": error < TOLERANCE}
+
+
+def _worst(op: str, backend: str, device: torch.device) -> float:
+    """The largest relative error over decays and kinds of keys, of o, the final state and every gradient."""
+    worst = 0.0
+    for seed, (rate, same_keys) in enumerate(((0.0, False), (-0.1, False), (-5.0, False), (-50.0, False), (-1e-3, True))):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, spread = (torch.randn(2, 130, 2, 32, generator=generator) for _ in range(4))
+        if same_keys:
+            k = k[:, :1].expand_as(k)
+        beta = torch.full((2, 130, 2), 0.9997) if same_keys else torch.rand(2, 130, 2, generator=generator)
+        g = rate * spread.sigmoid()
+        inputs = [F.normalize(q, dim=-1), F.normalize(k, dim=-1), v]
+        if op in ("kda", "gated_delta_rule"):
+            inputs.append(g if op == "kda" else g[..., 0])
+        if op != "linear_attention":
+            inputs.append(beta)
+        state = torch.randn(2, 2, 32, 32, generator=generator)
+        found = _results(op, [*inputs, state], backend, device, torch.float32)
+        true = _results(op, [*inputs, state], "reference", torch.device("cpu"), torch.float64)
+        for ours, exact in zip(found, true, strict=True):
+            size = float(exact.norm())
+            error = float((ours.double().cpu() - exact).norm()) / (size if size > 0 else 1.0)
+            worst = max(worst, error if math.isfinite(error) else math.inf)
+    return worst
+
+
+def _results(op: str, inputs: list[Tensor], backend: str, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    leaves = [x.to(device, dtype).detach().requires_grad_() for x in inputs]
+    function = getattr(ops, op)
+    o, state = function(*leaves[:-1], state=leaves[-1], backend=backend)
+    (o.sin().sum() + state.sin().sum()).backward()
+    return [o.detach(), state.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@torch.no_grad()
+def _prefill_decode(preset: str, device: torch.device) -> float:
+    """Relative difference of the logits of 48 tokens read at once and one by one, after 9 of them in uneven pieces."""
+    torch.manual_seed(0)
+    model = Model(ModelConfig.preset(preset)).eval().to(device)
+    ids = torch.randint(model.config.vocab_size, (2, 48), generator=torch.Generator().manual_seed(0)).to(device)
+    whole, state, pieces = model(ids).logits, None, []
+    for start, end in ((0, 2), (2, 9), *((t, t + 1) for t in range(9, 48))):
+        out = model(ids[:, start:end], state)
+        state = out.state
+        pieces.append(out.logits)
+    error = float((torch.cat(pieces, 1) - whole).norm() / whole.norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def render_check(rows: list[dict[str, Any]]) -> str:
+    """The table of a check, for a terminal of 100 columns."""
+    lines = [f"{'':<30}{'compared':<42}{'error':>8}"]
+    for row in rows:
+        verdict = "ok" if row["passed"] else f"FAILS (limit {row['limit']:.0e})"
+        lines.append(f"{row['name']:<30}{row['compared']:<42}{row['error']:>8.0e}  {verdict}")
+    failed = sum(not row["passed"] for row in rows)
+    lines.append(f"\n{len(rows) - failed} of {len(rows)} checks passed" + (f", {failed} FAILED" if failed else ""))
+    return "\n".join(lines)
 
 
 def _error(backend: str) -> float:

@@ -7,19 +7,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from palimpsest import mixers, mlps, residuals
 from palimpsest.config import InputError, ModelConfig
 from palimpsest.mixers import GatedDeltaNet, ShortConvolution
 from palimpsest.moe import Experts, MoE, PackedExperts, Router
-from palimpsest.ops import document_lengths, mxfp4_encode, rms_norm
+from palimpsest.ops import document_lengths, linear_cross_entropy, mxfp4_encode, rms_norm
 from palimpsest.residuals import Site, Stream
 from palimpsest.state import LayerState, Segments, State
 
@@ -53,13 +55,25 @@ class Block(nn.Module):
         self.mixer_residual = Site(config) if attends else None
         self.mlp_residual = Site(config) if attends else None
 
-    def forward(self, stream: Stream, state: LayerState, segments: Segments) -> LayerState:
-        x = self.mixer_norm(stream.read(self.mixer_residual))
+    def forward(self, stream: Stream, state: LayerState, segments: Segments, recompute: bool = False) -> LayerState:
+        """With `recompute` only what is joined between the sublayers is kept for the backward pass."""
+        run = partial(checkpoint, use_reentrant=False) if recompute else _call
+        sources = stream.sources()
         stream.seal(self.index)
-        y, state = self.mixer(x, state, segments)
+        y, state = run(self._mix, sources, state, segments)
         stream.write(y)
-        stream.write(self.mlp(self.mlp_norm(stream.read(self.mlp_residual))))
+        stream.write(run(self._feed, stream.sources()))
         return state
+
+    def _mix(self, sources: Sequence[Tensor], state: LayerState, segments: Segments) -> tuple[Tensor, LayerState]:
+        return self.mixer(self.mixer_norm(residuals.join(sources, self.mixer_residual)), state, segments)
+
+    def _feed(self, sources: Sequence[Tensor]) -> Tensor:
+        return self.mlp(self.mlp_norm(residuals.join(sources, self.mlp_residual)))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class Model(nn.Module):
@@ -68,6 +82,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.recompute = False  # in training: sublayers run again in the backward pass instead of keeping what they made
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if config.position == "learned" else None
@@ -128,8 +143,8 @@ class Model(nn.Module):
         `attention_mask` [B,T] marks real new tokens with 1; pads anywhere change nothing, and their logits are zero. `labels`
         [B,T] are unshifted (label t is predicted at t-1), -100 is ignored. Raises ValueError for shapes that do not fit.
         """
-        if labels is not None and labels.shape != ids.shape:
-            raise InputError(f"labels has shape {list(labels.shape)}; expected that of ids, {list(ids.shape)}")
+        if labels is not None:
+            _check_labels(ids, labels)
         packed, bounds, keep = self._pack(ids, cu_seqlens, attention_mask)
         hidden, after, segments = self._hidden(packed, state, bounds)
         logits = self.logits(hidden)
@@ -142,6 +157,21 @@ class Model(nn.Module):
             spread[keep] = logits[0]
             logits = spread
         return Output(logits, after, loss)
+
+    def loss(
+        self,
+        ids: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """`forward(..., labels=labels).loss` without its logits, for training; arguments as there."""
+        _check_labels(ids, labels)
+        packed, bounds, keep = self._pack(ids, cu_seqlens, attention_mask)
+        hidden, _, segments = self._hidden(packed, None, bounds)
+        targets = _targets(labels if keep is None else labels[keep].unsqueeze(0), segments)
+        total = linear_cross_entropy(hidden[:, :-1].flatten(0, 1), self.lm_head.weight, targets.flatten())
+        return total / (targets != -100).sum().clamp(min=1)
 
     def hidden(
         self,
@@ -239,8 +269,9 @@ class Model(nn.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(segments.positions)
         stream = residuals.start(self.config, x)
-        layers = [block(stream, layer, segments) for block, layer in zip(self.layers, state.layers, strict=True)]
-        hidden = self.norm(stream.read(self.output_residual))
+        again = self.recompute and torch.is_grad_enabled()
+        layers = [block(stream, layer, segments, again) for block, layer in zip(self.layers, state.layers, strict=True)]
+        hidden = self.norm(residuals.join(stream.sources(), self.output_residual))
         return hidden, State(layers, segments.lengths), segments
 
     @cached_property
@@ -261,13 +292,24 @@ class Model(nn.Module):
 
 def next_token_loss(logits: Tensor, labels: Tensor, segments: Segments) -> Tensor:
     """Mean cross-entropy in nats of label t under the logits at t-1, inside each sequence; 0 when nothing is predicted."""
-    targets = labels[:, 1:]
+    targets = _targets(labels, segments)
+    predicted = logits[:, :-1].flatten(0, 1)
+    total = F.cross_entropy(predicted, targets.flatten(), ignore_index=-100, reduction="sum")
+    return total / (targets != -100).sum().clamp(min=1)
+
+
+def _check_labels(ids: Tensor, labels: Tensor) -> None:
+    if labels.shape != ids.shape:
+        raise InputError(f"labels has shape {list(labels.shape)}; expected that of ids, {list(ids.shape)}")
+
+
+def _targets(labels: Tensor, segments: Segments) -> Tensor:
+    """What is predicted at every position but the last, [B,T-1]: the next label of the same sequence, or -100."""
+    targets = labels[:, 1:].long()
     if segments.cu_seqlens is not None:
         rows = segments.rows
         targets = targets.masked_fill(rows[:, 1:] != rows[:, :-1], -100)
-    predicted = logits[:, :-1].flatten(0, 1)
-    total = F.cross_entropy(predicted, targets.flatten().long(), ignore_index=-100, reduction="sum")
-    return total / (targets != -100).sum().clamp(min=1)
+    return targets
 
 
 def _count(module: nn.Module) -> int:

@@ -12,6 +12,8 @@ while the router and the shared expert see the full width. Router scores, weight
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,14 +31,19 @@ def route(
     score: str = "sigmoid",
 ) -> tuple[Tensor, Tensor]:
     """logits [N,E], selection bias [E] or None -> experts int64 [N,top_k] (best first), weights float32 [N,top_k]."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    scores = torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
+    scores = scores_of(logits, score)
     choice = scores if bias is None else scores + bias.to(scores.dtype)
     experts = choice.topk(top_k, -1).indices
     weights = scores.gather(-1, experts)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return experts, weights * factor
+
+
+def scores_of(logits: Tensor, score: str) -> Tensor:
+    """Router scores in float32 (float64 when the logits are), 'sigmoid' or 'softmax'."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.sigmoid(logits) if score == "sigmoid" else torch.softmax(logits, -1)
 
 
 class Router(nn.Module):
@@ -49,13 +56,20 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.top_k, self.score = config.num_experts_per_token, config.moe_router_activation_func
         self.renormalize, self.factor = config.moe_renormalize, config.routed_scaling_factor
+        self.observe: Callable[[Tensor, Tensor], None] | None = None  # told logits and choice while training balances
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N,D] -> experts [N,top_k], weights [N,top_k]."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x.to(dtype), self.weight.to(dtype))
-        return route(logits, self.e_score_correction_bias, self.top_k, self.renormalize, self.factor, self.score)
+        chosen = route(logits, self.e_score_correction_bias, self.top_k, self.renormalize, self.factor, self.score)
+        if self.observe is not None:
+            self.observe(logits, chosen[0])
+        return chosen
+
+    def scores(self, logits: Tensor) -> Tensor:
+        return scores_of(logits, self.score)
 
 
 class Experts(nn.Module):

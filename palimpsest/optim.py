@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from palimpsest.config import TrainConfig
+from palimpsest.model import Model
 from palimpsest.moe import Experts, Router
 
+if TYPE_CHECKING:
+    from palimpsest.muon import MuonAndAdamW
+
 MATRICES = (nn.Linear, Router, Experts)
-STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 class TrainingFailed(RuntimeError):
@@ -47,18 +50,25 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW whose moments and weights are float32 whatever the model's dtype.
+States = dict[nn.Parameter, dict[str, Tensor]]
+
+
+class Precise:
+    """Part of an optimiser whose state and weights are float32 whatever the model's dtype.
 
     In bfloat16 the second moment stops moving and a small update rounds to nothing. A parameter of lower precision
     therefore gets a float32 copy, which is what the groups hold and what is updated; the model gets its rounded value.
     Make a new optimiser after loading other weights into such a model.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+    KEYS: tuple[str, ...]  # of a parameter's state
+    param_groups: list[dict[str, Any]]
+    state: Any
+
+    def precise(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The groups with a float32 copy in the place of every parameter of lower precision."""
         self.rounded: list[tuple[nn.Parameter, nn.Parameter]] = []  # the model's parameter, its float32 copy
-        groups = [{**group, "params": [self._precise(p) for p in group["params"]]} for group in groups]
-        super().__init__(groups, lr=lr, betas=betas, eps=1e-8, fused=True)
+        return [{**group, "params": [self._precise(p) for p in group["params"]]} for group in groups]
 
     def _precise(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype in (torch.float32, torch.float64):
@@ -67,26 +77,27 @@ class AdamW(torch.optim.AdamW):
         return self.rounded[-1][1]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def stepped(self, update: Callable[[], Any]) -> Any:
+        """Runs an update on the float32 copies and rounds them into the model."""
         for parameter, precise in self.rounded:
             precise.grad = None if parameter.grad is None else parameter.grad.float()
-        result = super().step(closure)
+        result = update()
         for parameter, precise in self.rounded:
             parameter.copy_(precise)
             precise.grad = None
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
         for parameter, _ in self.rounded:
             parameter.grad = None
 
     def named_state(self) -> dict[str, Tensor]:
-        """All that decides the next updates, as `{parameter name}.{exp_avg, exp_avg_sq, step, weight}`."""
+        """All that decides the next updates, as `{parameter name}.{a key of the state, or weight}`."""
         tensors = {}
         copies = {id(precise) for _, precise in self.rounded}
         for name, parameter in self._named():
-            for key in STATE:
+            for key in self.KEYS:
                 if parameter in self.state:
                     tensors[f"{name}.{key}"] = self.state[parameter][key]
             if id(parameter) in copies:
@@ -95,12 +106,16 @@ class AdamW(torch.optim.AdamW):
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes what `named_state` gave. Raises ValueError, with nothing changed, when it does not fit the parameters."""
+        self.take(self.fitting(tensors))
+
+    def fitting(self, tensors: Mapping[str, Tensor]) -> States:
+        """Copies of the tensors by parameter; ValueError when one is missing, misshapen or belongs to no parameter."""
         copies = {id(precise) for _, precise in self.rounded}
         left = dict(tensors)
-        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        states: States = {}
         for name, parameter in self._named():
-            has_state = f"{name}.step" in left
-            keys = [*(STATE if has_state else ()), *(["weight"] if id(parameter) in copies else [])]
+            has_state = f"{name}.{self.KEYS[0]}" in left
+            keys = [*(self.KEYS if has_state else ()), *(["weight"] if id(parameter) in copies else [])]
             found = {key: left.pop(f"{name}.{key}", None) for key in keys}
             for key, tensor in found.items():
                 shape = [] if key == "step" else list(parameter.shape)
@@ -112,6 +127,10 @@ class AdamW(torch.optim.AdamW):
             }
         if left:
             raise ValueError(f"optimiser state {min(left)} belongs to no parameter")
+        return states
+
+    def take(self, states: States) -> None:
+        """Puts in what `fitting` gave."""
         for parameter, state in states.items():
             if "weight" in state:
                 parameter.data.copy_(state.pop("weight"))
@@ -124,10 +143,26 @@ class AdamW(torch.optim.AdamW):
         return [pair for g in self.param_groups for pair in zip(g["param_names"], g["params"], strict=True)]
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW:
-    """AdamW with `parameter_groups`, at the learning rate of the first step."""
-    groups = parameter_groups(model, config.weight_decay)
-    return AdamW(groups, learning_rate(0, config), (config.beta1, config.beta2))
+class AdamW(Precise, torch.optim.AdamW):
+    """AdamW with float32 moments and weights."""
+
+    KEYS = ("step", "exp_avg", "exp_avg_sq")
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(self.precise(groups), lr=lr, betas=betas, eps=1e-8, fused=True)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self.stepped(lambda: torch.optim.AdamW.step(self, closure))
+
+
+def make_optimizer(model: Model, config: TrainConfig) -> AdamW | MuonAndAdamW:
+    """The optimiser that the configuration names, at the learning rate of the first step."""
+    from palimpsest.muon import MuonAndAdamW
+
+    rate = learning_rate(0, config)
+    if config.optimizer == "muon":
+        return MuonAndAdamW(model, config, rate)
+    return AdamW(parameter_groups(model, config.weight_decay), rate, (config.beta1, config.beta2))
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

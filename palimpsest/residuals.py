@@ -61,8 +61,8 @@ class Sum:
     def __init__(self, embedded: Tensor) -> None:
         self.total = embedded
 
-    def read(self, site: Site | None) -> Tensor:
-        return self.total
+    def sources(self) -> list[Tensor]:
+        return [self.total]
 
     def seal(self, layer: int) -> None:
         pass
@@ -75,17 +75,16 @@ class FullAttention:
     """Every sublayer output is a source."""
 
     def __init__(self, embedded: Tensor) -> None:
-        self.sources = [embedded]
+        self.outputs = [embedded]
 
-    def read(self, site: Site | None) -> Tensor:
-        assert site is not None
-        return site(self.sources)
+    def sources(self) -> list[Tensor]:
+        return list(self.outputs)
 
     def seal(self, layer: int) -> None:
         pass
 
     def write(self, output: Tensor) -> None:
-        self.sources.append(output)
+        self.outputs.append(output)
 
 
 class BlockAttention:
@@ -96,12 +95,11 @@ class BlockAttention:
         self.partial: Tensor | None = embedded
         self.block_size = block_size
 
-    def read(self, site: Site | None) -> Tensor:
-        assert site is not None
-        return site(self.blocks if self.partial is None else [*self.blocks, self.partial])
+    def sources(self) -> list[Tensor]:
+        return [*self.blocks] if self.partial is None else [*self.blocks, self.partial]
 
     def seal(self, layer: int) -> None:
-        """Called between the read and the write of every mixer."""
+        """Called between the taking of a mixer's sources and the write of its output."""
         if layer % self.block_size == 0 and self.partial is not None:
             self.blocks.append(self.partial)
             self.partial = None
@@ -111,6 +109,11 @@ class BlockAttention:
 
 
 Stream = Sum | FullAttention | BlockAttention
+
+
+def join(sources: Sequence[Tensor], site: Site | None) -> Tensor:
+    """What a sublayer reads, [B,T,D]: the site's mix of the sources, or the one source of the plain stream."""
+    return sources[0] if site is None else site(sources)
 
 
 def start(config: ModelConfig, embedded: Tensor) -> Stream:

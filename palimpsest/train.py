@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from palimpsest import checkpoint
+from palimpsest.balance import Balancer
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.data import Batches
 from palimpsest.model import Model
@@ -39,23 +40,43 @@ BLOCK_TOKENS = 1 << 20  # token arrays may be larger than memory and are looked 
 Record = dict[str, Any]
 
 
-def backward(model: Model, micro_batches: Sequence[tuple[Tensor, Tensor]], precision: str = "fp32") -> float:
+MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
+
+
+def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32") -> float:
     """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
 
-    Each is (ids, labels), int64 [B,T], labels as for the model. Every predicted token counts the same wherever it is, so
+    ids and labels are int64 [B,T], or [1,total] with cu_seqlens. Every predicted token counts the same wherever it is, so
     the result is that of one large batch. Without any predicted token it is 0.
     """
-    counts = [int((labels[:, 1:] != -100).sum()) for _, labels in micro_batches]
+    counts = [_predicted(labels, bounds) for _, labels, bounds in micro_batches]
     total = torch.zeros(())
-    for (ids, labels), count in zip(micro_batches, counts, strict=True):
+    for (ids, labels, bounds), count in zip(micro_batches, counts, strict=True):
         if count == 0:
             continue
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = model(ids, labels=labels).loss
+            loss = model.loss(ids, labels, bounds)
         share = loss * (count / sum(counts))
         share.backward()
         total = total + share.detach()
     return float(total)
+
+
+def _predicted(labels: Tensor, bounds: Tensor | None) -> int:
+    """How many tokens are predicted: labelled ones, but for the first of every sequence."""
+    if bounds is None:
+        return int((labels[:, 1:] != -100).sum())
+    firsts = bounds[:-1][bounds.diff() > 0]
+    return int((labels != -100).sum()) - int((labels[0, firsts] != -100).sum())
+
+
+def split_documents(ids: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
+    """Rows [B,T] as one packed row [1,B*T] and its boundaries: every row, and every token behind an end of text, begins one."""
+    flat = ids.reshape(1, -1)
+    begins = torch.zeros(flat.shape[1] + 1, dtype=torch.bool, device=ids.device)
+    begins[:: ids.shape[1]] = True
+    begins[1:] |= flat[0] == eos_id
+    return flat, begins.nonzero().squeeze(1)
 
 
 class Trainer:
@@ -65,7 +86,8 @@ class Trainer:
     text, for bits per byte. `report` is called with every record of metrics.jsonl:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
-        memory_bytes (the most so far), seconds (of all steps so far, without validation and saving)
+        memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
+        moe_max_violation, moe_idle_experts (of that step)
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -87,12 +109,15 @@ class Trainer:
         self.validation_tokens, self.bytes_per_token = validation_tokens, bytes_per_token
         self.tokenizer, self.report = tokenizer, report
         self.device = next(model.parameters()).device
+        model.recompute = config.recompute
         _check_lengths(model, config, validation_tokens)
         vocab_size = model.config.vocab_size
         if tokenizer is not None and tokenizer.vocab_size > vocab_size:
             raise InputError(
                 f"model: vocab_size is {vocab_size}; the tokenizer has {tokenizer.vocab_size} ids; make vocab_size that or more"
             )
+        if config.separate_documents and (tokenizer is None or tokenizer.eos_id is None):
+            raise InputError("train: separate_documents is true, but the tokenizer has no end-of-text token to tell where")
         # What must be equal for a run to be resumed.
         self.identity: Record = {
             "model": model.config.to_dict(),
@@ -105,6 +130,7 @@ class Trainer:
             self.identity["validation_tokens"] = _inspect("validation_tokens", validation_tokens, vocab_size)
         self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
         self.optimizer = make_optimizer(model, config)
+        self.balancer = Balancer(model, config)
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
         self._claimed = False
@@ -125,8 +151,10 @@ class Trainer:
         self._torn = True
         self.model.train()
         self.optimizer.zero_grad()
+        self.balancer.begin()
         batches = [next(self.batches).to(self.device) for _ in range(self.config.accumulation)]
-        loss = backward(self.model, [(ids, ids) for ids in batches], self.config.precision)
+        micro_batches = [(ids, ids, bounds) for ids, bounds in map(self._arranged, batches)]
+        loss = backward(self.model, micro_batches, self.config.precision)
         try:
             if not math.isfinite(loss):
                 raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
@@ -136,10 +164,18 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        self.balancer.end()
         self.steps_done = number
         self._torn = False
         self.seconds += time.perf_counter() - began
         return loss
+
+    def _arranged(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows as they are, or packed and cut into documents."""
+        if self.config.separate_documents:
+            assert self.tokenizer is not None and self.tokenizer.eos_id is not None
+            return split_documents(ids, self.tokenizer.eos_id)
+        return ids, None
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -158,11 +194,10 @@ class Trainer:
         was_training, total, count = self.model.training, 0.0, 0
         self.model.eval()
         for ids in windows:
-            ids = ids.to(self.device)
+            ids, bounds = self._arranged(ids.to(self.device))
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-                loss = self.model(ids, labels=ids).loss
-            assert loss is not None
-            predicted = ids.shape[0] * (ids.shape[1] - 1)
+                loss = self.model.loss(ids, ids, bounds)
+            predicted = _predicted(ids, bounds)
             total, count = total + float(loss) * predicted, count + predicted
         self.model.train(was_training)
         return total / count
@@ -214,6 +249,7 @@ class Trainer:
                 "tokens_per_s": tokens_per_s,
                 "memory_bytes": memory,
                 "seconds": self.seconds,
+                **self.balancer.metrics(),
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)

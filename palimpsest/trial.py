@@ -21,9 +21,9 @@ from palimpsest.stages import Stage, config_for, recall_config
 from palimpsest.train import Trainer
 
 BATCH = 4  # sequences per step
-VALIDATION_WINDOWS = 128
+VALIDATION_WINDOWS, CURVE_WINDOWS = 128, 16
 CONTEXTS = [16, 64, 256, 1023]  # the GPT-2 stage has 1024 positions
-RECALL_VOCAB, RECALL_BATCH = 64, 32
+RECALL_VOCAB, RECALL_BATCH, RECALL_ROWS = 64, 32, 128
 RECALL_TRAINED, RECALL_PAIRS = [2, 4, 8], [2, 4, 8, 12, 15]  # pairs in training and in the test
 
 
@@ -77,7 +77,7 @@ def measure(stage: Stage, corpus: Corpus, plan: dict[str, Any], out: Path, seed:
             losses = []
             _progress(label, stage, step, steps, train_curve[-1]["nats_per_token"], spent)
         if step % max(1, steps // 6) == 0 and step < steps:
-            nats = float(evaluate.loss_by_position(model, tokens, CONTEXT, 16).mean())
+            nats = float(evaluate.loss_by_position(model, tokens, CONTEXT, CURVE_WINDOWS).mean())
             val_curve.append(
                 {"tokens": step * step_tokens, "bits_per_byte": evaluate.bits_per_byte(nats, corpus.bytes_per_token)}
             )
@@ -157,7 +157,7 @@ class RecallTraining:
             if step % max(1, self.steps // 4) == 0:
                 scores = [row["accuracy"] for row in self.accuracies(32)]
                 curve.append({"step": step, "accuracy": sum(scores) / len(scores)})
-        rows = list(self.accuracies(128))
+        rows = list(self.accuracies(RECALL_ROWS))
         say(f"{label} {self.stage.name}: recall of {rows[1]['pairs']} pairs {rows[1]['accuracy']:.0%}")
         chance = tasks.recall_chance(RECALL_VOCAB)
         return {"recall": rows, "recall_chance": chance, "recall_steps": self.steps, "recall_curve": curve}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +36,14 @@ def tiny(preset: str) -> pal.Model:
 def value(loss: Tensor | None) -> float:
     assert loss is not None and loss.dim() == 0
     return float(loss.detach())
+
+
+@contextlib.contextmanager
+def saved_sizes() -> Iterator[list[int]]:
+    """The sizes of the tensors that autograd keeps for a backward pass."""
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
+        yield saved
 
 
 @torch.no_grad()
@@ -328,6 +338,41 @@ def test_loss_over_pads() -> None:
         real = ids[row][mask[row]].unsqueeze(0)
         parts.append(F.cross_entropy(model(real).logits[0, :-1], real[0, 1:], reduction="none"))
     assert abs(value(loss) - float(torch.cat(parts).mean().detach())) < 1e-11
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_loss_without_logits_and_recomputation(preset: str) -> None:
+    """`loss` is `forward`'s, with its gradients, dense, padded and packed; so is a pass that keeps little and runs twice."""
+    model = make_model(preset, dtype=torch.float64).train()
+    ids = make_ids(model, 2, 12)
+    labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
+    mask = torch.tensor([[0] * 3 + [1] * 9, [1] * 12])
+    for options in ({}, {"attention_mask": mask}, {"cu_seqlens": torch.tensor([0, 5, 6, 24])}):
+        shape = (1, 24) if "cu_seqlens" in options else (2, 12)
+        given = ids.view(shape), labels.view(shape)
+        results, kept = [], []
+        for method in ("forward", "loss", "recomputed"):
+            model.recompute = method == "recomputed"
+            model.zero_grad()
+            with saved_sizes() as saved:
+                if method == "forward":
+                    loss = model(given[0], labels=given[1], **options).loss
+                else:
+                    loss = model.loss(*given, **options)
+            assert loss is not None
+            loss.backward()
+            kept.append(sum(saved))
+            results.append((value(loss), [p.grad for p in model.parameters() if p.requires_grad]))
+        model.recompute = False
+        assert kept[2] < kept[1]
+        for found, grads in results[1:]:
+            assert found == pytest.approx(results[0][0], rel=1e-13)
+            for ours, theirs in zip(grads, results[0][1], strict=True):
+                assert (ours is None) == (theirs is None)
+                if ours is not None and theirs is not None:  # a softmax's key bias has no gradient but rounding
+                    assert (ours - theirs).norm() < 1e-11 * max(float(theirs.norm()), 1e-3)
+    with pytest.raises(pal.InputError, match="labels has shape"):
+        model.loss(ids, labels[:, :3])
 
 
 def test_loss_of_nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import random
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 import palimpsest as pal
 from palimpsest import checkpoint
 from palimpsest.tokenizer import Tokenizer
-from palimpsest.train import Trainer, TrainingFailed, backward
+from palimpsest.train import Trainer, TrainingFailed, backward, split_documents
 from tests.conftest import make_ids, make_model, relative
 
 TOKENS = np.tile(np.arange(7, dtype=np.int64), 60)  # a pattern that a model learns in a few steps
@@ -158,7 +159,7 @@ def test_accumulation_counts_tokens_not_micro_batches() -> None:
     labels[0, 3:] = -100
     labels[2] = -100
     model, large = small(), small()
-    pairs = [(ids[i : i + 1], labels[i : i + 1]) for i in range(3)]
+    pairs = [(ids[i : i + 1], labels[i : i + 1], None) for i in range(3)]
     loss = backward(model, pairs)
     expected = large(ids, labels=labels).loss
     expected.backward()
@@ -170,6 +171,28 @@ def test_accumulation_counts_tokens_not_micro_batches() -> None:
     gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, large)]
     assert relative(*gradients) < 1e-5
     assert backward(model, pairs[2:]) == 0.0
+
+
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "kimi-k3-tiny"])
+def test_documents_apart_are_documents_alone(preset: str) -> None:
+    """Cut at every end of text and row, in order: loss and gradients are those of each document by itself."""
+    end = 256
+    ids = torch.tensor([[1, 2, 3, end, 4, 5, end, end], [6, end, 7, 8, 9, 10, 11, 12]])
+    packed, bounds = split_documents(ids, end)
+    assert packed.shape == (1, 16) and bounds.tolist() == [0, 4, 7, 8, 10, 16]
+    model, alone = small(preset).double(), small(preset).double()
+    loss = backward(model, [(packed, packed, bounds)])
+    pieces = [packed[:, a:b] for a, b in itertools.pairwise(bounds.tolist())]
+    expected = backward(alone, [(piece, piece, None) for piece in pieces])
+    assert loss == pytest.approx(expected, rel=1e-10)
+    gradients = [torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]) for m in (model, alone)]
+    assert relative(*gradients) < 1e-9
+    tokens = ids.flatten().numpy()
+    trainer = Trainer(small(preset), settings(separate_documents=True), tokens, tokens, tokenizer=Tokenizer.bytes())
+    trainer.step()
+    assert math.isfinite(trainer.evaluate())
+    with pytest.raises(pal.InputError, match="separate_documents is true, but the tokenizer has no end-of-text token"):
+        Trainer(small(preset), settings(separate_documents=True), TEXT)
 
 
 def test_accumulated_steps_equal_steps_of_one_large_batch() -> None:

@@ -119,7 +119,8 @@ class Kimi(Family):
             linear["gate_lower_bound"] = config.gate_lower_bound
             linear["use_full_rank_gate"] = config.linear_output_gate_rank is None
             values["attn_res_block_size"] = config.attn_res_block_size if config.residual != "sum" else None
-        return {**values, "num_key_value_heads": config.num_attention_heads}
+        sizes = {"head_dim": config.hidden_size // config.num_attention_heads}  # no layer uses it; other engines ask for it
+        return {**values, **sizes, "num_key_value_heads": config.num_attention_heads}
 
     def wrap(self, config: ModelConfig, text: dict[str, Any]) -> dict[str, Any]:
         if not self.is_k3(config):

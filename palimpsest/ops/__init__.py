@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
+from palimpsest.ops.cross_entropy import linear_cross_entropy
 from palimpsest.ops.grouped import grouped_matmul
 from palimpsest.ops.mxfp4 import GROUP as MXFP4_GROUP
 from palimpsest.ops.mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_matmul
@@ -31,6 +32,7 @@ __all__ = [
     "kda_gate",
     "l2norm",
     "linear_attention",
+    "linear_cross_entropy",
     "mxfp4_decode",
     "mxfp4_encode",
     "mxfp4_matmul",

