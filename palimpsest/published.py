@@ -18,14 +18,21 @@ from palimpsest.model import Model
 from palimpsest.tokenizer import Tokenizer
 
 
-def load(path: str | Path) -> tuple[Model, Tokenizer | None]:
+def load(path: str | Path, offload: str | None = None, cache_bytes: int = 1_000_000_000) -> tuple[Model, Tokenizer | None]:
     """The model and the tokenizer of a folder or a GGUF file; of a run folder its newest checkpoint.
 
     Weights keep the dtype of the file; experts packed in four bits stay packed. Nothing that lies in the folder is run, and
-    no pickle is read. Raises InputError, one line with the file, the tensor, what was expected and what was found, before
-    any tensor is read; for NaN or infinity, when it is met.
+    no pickle is read. With `offload="disk"` the routed experts of a published folder stay on disk: those that tokens choose
+    are read, and `cache_bytes` of them are kept (offload.py; `model.layers[i].mlp.experts.cache.hit_rate`).
+
+    Raises InputError, one line with the file, the tensor, what was expected and what was found, before any tensor is read;
+    for NaN or infinity, when it is met.
     """
     path = Path(path)
+    if offload is not None:
+        if offload != "disk" or not is_published(path):
+            raise InputError(f"{path}: offload is {offload!r}; only 'disk' is possible, and only for published folders")
+        return folder.load(path, cache_bytes)
     if path.is_file() and path.suffix == ".gguf":
         return gguf_in.load(path)
     return folder.load(path) if is_published(path) else checkpoint.load(path)
