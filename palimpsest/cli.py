@@ -262,8 +262,8 @@ def convert(
     out: Path | None = None,
     /,
     *,
-    to: Literal["hf"] = "hf",
-    dtype: Literal["f32", "bf16", "f16", "mxfp4"] | None = None,
+    to: Literal["hf", "gguf"] = "hf",
+    dtype: Literal["f32", "bf16", "f16", "q8_0", "mxfp4"] | None = None,
     json: Json = None,
 ) -> None:
     """Write a model as other libraries read it, or check one from its headers and list what it holds.
@@ -275,9 +275,9 @@ def convert(
     out
         Where to write, a name that is free. Left out: nothing is written; the source's tensors are checked and counted.
     to
-        hf: a folder in Hugging Face layout.
+        hf: a folder in Hugging Face layout. gguf: a file for llama.cpp.
     dtype
-        Of the matrices; by default as they are. mxfp4 packs the experts of Kimi K3 in four bits.
+        Of the matrices; by default as they are. q8_0 is for GGUF; mxfp4 packs the experts of Kimi K3 in four bits.
     """
     _check_json(json)
     from palimpsest import published

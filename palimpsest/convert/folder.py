@@ -18,7 +18,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from palimpsest import shards
+from palimpsest import offload, shards
 from palimpsest.checkpoint import CONFIG, fill, flush_all, read_json, staged
 from palimpsest.config import InputError
 from palimpsest.convert import EMBEDDING, HEAD, Layout, check_tied
@@ -104,14 +104,22 @@ def _check_dtypes(layout: Layout, entry: Entry, stored: Mapping[str, Stored], dt
             )
 
 
-def load(folder: Path) -> tuple[Model, Tokenizer | None]:
-    """The model and the tokenizer of a published folder. Weights keep the dtype of the file; packed experts stay packed."""
+def load(folder: Path, cache_bytes: int | None = None) -> tuple[Model, Tokenizer | None]:
+    """The model and the tokenizer of a published folder. Weights keep the dtype of the file; packed experts stay packed.
+
+    With `cache_bytes` the routed experts stay on disk (offload.py), that many bytes of them in memory.
+    """
     opened = open_folder(folder)
     layout, stored = opened.layout, opened.stored
     tokenizer = read_tokenizer(folder, layout.config.vocab_size)
     progress = Transfer(f"reading {folder.name}", sum(each.num_bytes for each in stored.values()))
     tensors: dict[str, Tensor] = {}
+    on_disk = {} if cache_bytes is None else offload.place(layout.model, layout.config, cache_bytes)
     for entry in layout.entries:
+        module, _, part = entry.ours[0].rpartition(".")
+        if module in on_disk:
+            on_disk[module].add_source(part, entry.published, stored)
+            continue
         parts = [shards.read(name, stored[name]) for name in entry.published]
         with _in(folder):
             for name, tensor in layout.load(entry, parts):
