@@ -358,7 +358,7 @@ def test_the_published_kimi_linear_config_is_its_preset() -> None:
     ours, theirs = document["linear_attn_config"], kimi_linear_48b()["linear_attn_config"]
     assert ours == theirs
     different = {key for key, value in kimi_linear_48b().items() if document.get(key) != value}
-    assert different == {"head_dim", "dtype", "num_experts"}  # head_dim is not used
+    assert different == {"dtype", "num_experts"}
 
 
 def k3_inventory() -> dict[str, tuple[list[int], str]]:
