@@ -15,6 +15,7 @@ from palimpsest import checkpoint
 from palimpsest.config import InputError
 from palimpsest.convert import Layout, folder, gguf, gguf_in, gguf_out
 from palimpsest.model import Model
+from palimpsest.offload import DiskExperts
 from palimpsest.tokenizer import Tokenizer
 
 
@@ -47,6 +48,8 @@ def save(model: Model, path: str | Path, tokenizer: Tokenizer | None = None, dty
     tokenizer larger than the vocabulary, and a weight that is not finite.
     """
     check_tokenizer(model, tokenizer)
+    if any(isinstance(module, DiskExperts) for module in model.modules()):
+        raise InputError("model: its experts are on disk, so it is not saved; load it without offload, or copy its folder")
     if Path(path).suffix == ".gguf":
         gguf_out.save(model, Path(path), tokenizer, dtype)
         return

@@ -85,6 +85,15 @@ def test_damage_on_disk_is_said_when_it_is_met(tmp_path: Path) -> None:
         model(make_ids(model, 4, 60))
 
 
+def test_such_a_model_is_not_saved(tmp_path: Path) -> None:
+    pal.save(make_model("kimi-linear-tiny"), tmp_path / "model")
+    model, _ = pal.load(tmp_path / "model", offload="disk")
+    for name in ("copy", "copy.gguf"):
+        with pytest.raises(pal.InputError, match="experts are on disk"):
+            pal.save(model, tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
 @pytest.mark.parametrize(("offload", "published"), [("gpu", True), ("disk", False)])
 def test_refused(tmp_path: Path, offload: Any, published: bool) -> None:
     model = make_model("kimi-linear-tiny", residual="sum" if published else "full_attention")
