@@ -11,6 +11,9 @@
 // Plain C interface; shapes as in palimpsest/ops/__init__.py, everything contiguous float32. Built by hatch_build.py.
 
 #include <cmath>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 #include <cstdint>
 #include <cstring>
 #include <cstdlib>
@@ -44,7 +47,7 @@ struct Shape {
 
 // How g, beta, q and k are given. gate: 0 none, 1 per channel, 2 per head; rate: null when g is a log decay already.
 struct Form {
-    int32_t gate, additive, norm, beta_is_logit;
+    int32_t gate, additive, norm, beta_is_logit, stream;  // stream: the final state is larger than the caches, and aligned
     float scale, lower_bound;  // lower_bound 0: the unbounded gate
     const float *rate, *bias;  // A_log [HV], dt_bias [HV*K or HV]
 };
@@ -165,27 +168,27 @@ INLINE void put(float *state, const float *block, int64_t key_dim, int64_t value
     for (int64_t i = 0; i < key_dim; ++i) store_row(state + i * value_dim, load_row(block + i * BLOCK), width);
 }
 
-// What the first key of a tile retrieves from the block.
-INLINE Row retrieve(const float *block, const float *probe, int64_t key_dim) {
+// What the first key of a tile retrieves from the block, whose rows are `pitch` floats apart.
+INLINE Row retrieve(const float *block, int64_t pitch, const float *probe, int64_t key_dim) {
     Row a = {}, b = {};
     int64_t i = 0;
     for (; i + 1 < key_dim; i += 2) {
-        EACH a.part[n] += probe[i] * load(block + i * BLOCK + n * LANES);
-        EACH b.part[n] += probe[i + 1] * load(block + (i + 1) * BLOCK + n * LANES);
+        EACH a.part[n] += probe[i] * load(block + i * pitch + n * LANES);
+        EACH b.part[n] += probe[i + 1] * load(block + (i + 1) * pitch + n * LANES);
     }
-    if (i < key_dim) EACH a.part[n] += probe[i] * load(block + i * BLOCK + n * LANES);
+    if (i < key_dim) EACH a.part[n] += probe[i] * load(block + i * pitch + n * LANES);
     EACH a.part[n] += b.part[n];
     return a;
 }
 
 // One token: forget, write k u^T, read into o, and probe with the next token's key. `from` and `to` may be one block.
-INLINE void sweep(const float *from, float *to, const Token &t, const float *next, const Row &u, Row &o, Row &r,
+INLINE void sweep(const float *from, float *to, int64_t pitch, const Token &t, const float *next, const Row &u, Row &o, Row &r,
                   int64_t key_dim) {
     Row read = {}, probe = {};
     for (int64_t i = 0; i < key_dim; ++i) {
         Row s;
-        EACH s.part[n] = t.decay[i] * load(from + i * BLOCK + n * LANES) + t.k[i] * u.part[n];
-        EACH store(to + i * BLOCK + n * LANES, s.part[n]);
+        EACH s.part[n] = t.decay[i] * load(from + i * pitch + n * LANES) + t.k[i] * u.part[n];
+        EACH store(to + i * pitch + n * LANES, s.part[n]);
         EACH read.part[n] += t.q[i] * s.part[n];
         EACH probe.part[n] += next[i] * s.part[n];
     }
@@ -193,11 +196,52 @@ INLINE void sweep(const float *from, float *to, const Token &t, const float *nex
     r = probe;
 }
 
+// Past the caches: a line that is written whole need not be read first.
+INLINE void stream(float *p, vec x) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(p, (__m512)x);
+#elif defined(__AVX2__)
+    _mm256_stream_ps(p, (__m256)x);
+#else
+    store(p, x);
+#endif
+}
+
+// A single token, from one state into another without a copy between: decoding.
+template <bool STREAM>
+INLINE void single_token(const Shape &s, const Form &f, const Token &t, const float *v, const float *state, float *o,
+                         float *final) {
+    for (int64_t column = 0; column < s.value_dim; column += BLOCK) {
+        Row r = {}, out;
+        if (!f.additive) r = retrieve(state + column, s.value_dim, t.probe, s.key_dim);
+        Row u = load_row(v + column);
+        if (!f.additive) EACH u.part[n] = t.beta * (u.part[n] - r.part[n]);
+        out = {};
+        for (int64_t i = 0; i < s.key_dim; ++i) {
+            const float *from = state + i * s.value_dim + column;
+            float *to = final + i * s.value_dim + column;
+            EACH {
+                vec x = t.decay[i] * load(from + n * LANES) + t.k[i] * u.part[n];
+                if (STREAM) stream(to + n * LANES, x); else store(to + n * LANES, x);
+                out.part[n] += t.q[i] * x;
+            }
+        }
+        store_row(o + column, out);
+    }
+}
+
 // One document and one value head, from row `first` on. kept: null, or the states that enter each tile [tiles, K, V].
 void forward_head(const Shape &s, const Form &f, const float *q, const float *k, const float *v, const float *g,
                          const float *beta, const float *state, float *o, float *final, float *kept, int64_t kept_step,
                          int64_t first, int64_t count, int64_t head, float *memory, Token *tile) {
     int64_t key_dim = s.key_dim, value_dim = s.value_dim, blocks = (value_dim + BLOCK - 1) / BLOCK, size = key_dim * BLOCK;
+    if (count == 1 && !kept && value_dim % BLOCK == 0) {
+        int64_t at = (first * s.value_heads + head) * value_dim;
+        prepare(tile[0], s, f, q, k, g, beta, first, head);
+        if (f.stream) single_token<true>(s, f, tile[0], v + at, state, o + at, final);
+        else single_token<false>(s, f, tile[0], v + at, state, o + at, final);
+        return;
+    }
     for (int64_t b = 0; b < blocks; ++b) {
         int64_t width = value_dim - b * BLOCK < BLOCK ? value_dim - b * BLOCK : BLOCK;
         fetch(memory + b * size, state + b * BLOCK, key_dim, value_dim, width);
@@ -210,13 +254,13 @@ void forward_head(const Shape &s, const Form &f, const float *q, const float *k,
             float *block = memory + b * size;
             if (kept) put(kept + start / TILE * kept_step + column, block, key_dim, value_dim, width);
             Row r = {}, out;
-            if (!f.additive) r = retrieve(block, tile[0].probe, key_dim);
+            if (!f.additive) r = retrieve(block, BLOCK, tile[0].probe, key_dim);
             for (int64_t t = 0; t < tokens; ++t) {
                 const Token &now = tile[t];
                 int64_t at = ((first + start + t) * s.value_heads + head) * value_dim + column;
                 Row u = load_row(v + at, width);
                 if (!f.additive) EACH u.part[n] = now.beta * (u.part[n] - r.part[n]);
-                sweep(block, block, now, tile[t + 1 < tokens ? t + 1 : t].probe, u, out, r, key_dim);
+                sweep(block, block, BLOCK, now, tile[t + 1 < tokens ? t + 1 : t].probe, u, out, r, key_dim);
                 store_row(o + at, out, width);
             }
         }
@@ -358,14 +402,14 @@ void backward_head(const Shape &s, const Form &f, const float *q, const float *k
             int64_t at = ((first + start) * s.value_heads + head) * value_dim + column, step = s.value_heads * value_dim;
             fetch(trace.states, kept + start / TILE * kept_step + column, key_dim, value_dim, width);
             Row r = {}, out;
-            if (!f.additive) r = retrieve(trace.states, tile[0].probe, key_dim);
+            if (!f.additive) r = retrieve(trace.states, BLOCK, tile[0].probe, key_dim);
             for (int64_t t = 0; t < tokens; ++t) {
                 Row u = load_row(v + at + t * step, width);
                 EACH trace.missing[t].part[n] = u.part[n] - r.part[n];
                 if (!f.additive) EACH u.part[n] = tile[t].beta * trace.missing[t].part[n];
                 trace.u[t] = u;
                 float *state = trace.states + t * size;
-                sweep(state, state + size, tile[t], tile[t + 1 < tokens ? t + 1 : t].probe, u, out, r, key_dim);
+                sweep(state, state + size, BLOCK, tile[t], tile[t + 1 < tokens ? t + 1 : t].probe, u, out, r, key_dim);
             }
             for (int64_t t = tokens - 1; t >= 0; --t) {
                 const float *state = trace.states + t * size;

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+STREAM_BYTES = 12 << 20  # a state of this size leaves the caches before it is read again
 WIDEST = 256  # key channels that a token's place on the stack holds
 LIBRARIES = {"AVX512": "cpu_avx512.so", "AVX2": "cpu_avx2.so", "DEFAULT": "cpu_base.so"}
 
@@ -25,7 +26,7 @@ class _Shape(ctypes.Structure):
 
 class _Form(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("gate", "additive", "norm", "beta_is_logit")),
+        *((name, ctypes.c_int32) for name in ("gate", "additive", "norm", "beta_is_logit", "stream")),
         *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
         *((name, ctypes.c_void_p) for name in ("rate", "bias")),
     ]
@@ -95,6 +96,7 @@ def fused(
         beta is None,
         normalise,
         beta_is_logit,
+        0,
         scale,
         bound or 0.0,
         _pointer(rate),
@@ -116,7 +118,7 @@ class _Recurrence(torch.autograd.Function):
         q, k, v = _ready(q), _ready(k), _ready(v)
         g, beta = None if g is None else _ready(g), None if beta is None else _ready(beta)
         gate = 0 if g is None else 1 if g.shape[-1] == q.shape[-1] and q.shape[-1] > 1 else 2
-        form = _Form(gate, beta is None, 0, 0, 1.0, 0.0, None, None)
+        form = _Form(gate, beta is None, 0, 0, 0, 1.0, 0.0, None, None)
         tiles = _tiles(lengths, q.shape[0], q.shape[1])
         kept = v.new_empty(tiles[-1], v.shape[2], q.shape[3], v.shape[3])
         o, final, bounds = _forward(q, k, v, g, beta, state, lengths, form, (kept, tiles))
@@ -160,6 +162,7 @@ def _forward(
     shape = (count, v.shape[2], q.shape[3], v.shape[3])
     state = v.new_zeros(shape) if state is None else _ready(state)
     o, final = torch.empty_like(v), v.new_empty(shape)
+    form.stream = final.nbytes > STREAM_BYTES and final.data_ptr() % 64 == 0
     held, tiles = (None, None) if keep is None else (keep[0], (ctypes.c_int64 * (count + 1))(*keep[1]))
     loaded, _ = library()
     work = tokens * batch * v.shape[2] * q.shape[3] * v.shape[3]
@@ -188,6 +191,8 @@ def _shape(q: Tensor, v: Tensor) -> _Shape:
 
 
 def _ready(x: Tensor) -> Tensor:
+    if x.dtype is torch.float32 and x.is_contiguous():  # asked first: each call below costs a microsecond of a short step
+        return x
     return x.detach().to(torch.float32).contiguous()
 
 

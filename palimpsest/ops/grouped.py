@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 FEW = 16  # rows of a decoding step, which meet few of the experts
 
 
