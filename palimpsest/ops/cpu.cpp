@@ -427,6 +427,63 @@ void backward_head(const Shape &s, const Form &f, const float *q, const float *k
     }
 }
 
+// ---------------------------------------------------------------------------------------------------- four-bit weights
+
+typedef uint8_t bytes __attribute__((vector_size(LANES)));
+
+// The values of codes 0..15 (E2M1, the upper eight negated).
+INLINE vec value_of(ivec code) {
+    alignas(64) static const float table[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
+#if defined(__clang__) || BYTES == 16
+    vec x;
+    for (int l = 0; l < LANES; ++l) x[l] = table[code[l]];
+    return x;
+#elif BYTES == 32
+    return __builtin_shuffle(*(const vec *)table, *(const vec *)(table + LANES), code);
+#else
+    return __builtin_shuffle(*(const vec *)table, code);
+#endif
+}
+
+// The factor of a scale: 2^(scale - 127), NaN for 255.
+INLINE float factor_of(uint8_t scale) {
+    uint32_t bits = scale == 255 ? 0x7fc00000 : scale == 0 ? 0x00400000 : (uint32_t)scale << 23;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+// y[t] = <row, x[t]> for COUNT tokens; x as `split` leaves it: of every 32 columns first the even, then the odd ones.
+template <int COUNT>
+INLINE void packed_row(const uint8_t *packed, const uint8_t *scale, const float *x, float *y, int64_t columns, int64_t pitch) {
+    vec even[COUNT] = {}, odd[COUNT] = {};
+    for (int64_t group = 0; group < columns / 32; ++group) {
+        float factor = factor_of(scale[group]);
+        for (int part = 0; part < 16; part += LANES) {
+            bytes raw;
+            std::memcpy(&raw, packed + group * 16 + part, LANES);
+            ivec code = __builtin_convertvector(raw, ivec);
+            vec low = factor * value_of(code & 15), high = factor * value_of(code >> 4);
+            const float *here = x + group * 32 + part;
+#pragma GCC unroll 4
+            for (int t = 0; t < COUNT; ++t) {
+                even[t] += low * load(here + t * columns);
+                odd[t] += high * load(here + t * columns + 16);
+            }
+        }
+    }
+    for (int t = 0; t < COUNT; ++t) {
+        vec total = even[t] + odd[t];
+        float sum = 0;
+        for (int l = 0; l < LANES; ++l) sum += total[l];
+        y[t * pitch] = sum;
+    }
+}
+
+INLINE void split(float *out, const float *x, int64_t columns) {
+    for (int64_t i = 0; i < columns; ++i) out[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = x[i];
+}
+
 // Numbers below 1e-38 slow a processor down a hundredfold and mean nothing here; the setting is the thread's own.
 struct FlushSubnormals {
 #if defined(__SSE__)
@@ -496,5 +553,20 @@ void palimpsest_backward(const Shape *shape, const Form *form, const float *q, c
         std::free(trace->states);
         for (void *place : {(void *)trace, (void *)total, (void *)tile, (void *)flow}) std::free(place);
     }
+}
+
+// y [n, rows] = x [n, columns] W^T with W packed [rows, columns / 2] and scale [rows, columns / 32].
+void palimpsest_mxfp4(const uint8_t *packed, const uint8_t *scale, const float *x, float *y, int64_t n, int64_t rows,
+                      int64_t columns, int32_t threads) {
+    float *sorted = aligned(n * columns);
+    for (int64_t t = 0; t < n; ++t) split(sorted + t * columns, x + t * columns, columns);
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; ++row) {
+        const uint8_t *codes = packed + row * (columns / 2), *scales = scale + row * (columns / 32);
+        int64_t t = 0;
+        for (; t + 4 <= n; t += 4) packed_row<4>(codes, scales, sorted + t * columns, y + t * rows + row, columns, rows);
+        for (; t < n; ++t) packed_row<1>(codes, scales, sorted + t * columns, y + t * rows + row, columns, rows);
+    }
+    std::free(sorted);
 }
 }

@@ -53,7 +53,8 @@ def library() -> tuple[Any, str]:
     pointer = ctypes.c_void_p
     loaded.palimpsest_forward.argtypes = [pointer] * 13 + [ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_backward.argtypes = [pointer] * 12 + [ctypes.c_int64, ctypes.c_int32]
-    loaded.palimpsest_forward.restype = loaded.palimpsest_backward.restype = None
+    loaded.palimpsest_mxfp4.argtypes = [pointer] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
+    loaded.palimpsest_forward.restype = loaded.palimpsest_backward.restype = loaded.palimpsest_mxfp4.restype = None
     loaded.palimpsest_tile.restype = ctypes.c_int64
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
 
@@ -143,6 +144,16 @@ class _Recurrence(torch.autograd.Function):
             torch.get_num_threads(),
         )
         return (*found, d_state, None)
+
+
+def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """x float32 [n,in] against packed uint8 [out,in/2], scale uint8 [out,in/32] -> y float32 [n,out]; for a few rows of x."""
+    x, packed, scale = _ready(x), packed.contiguous(), scale.contiguous()
+    y = x.new_empty(len(x), len(packed))
+    sizes = len(x), len(packed), x.shape[1]
+    loaded, _ = library()
+    loaded.palimpsest_mxfp4(*(_pointer(each) for each in (packed, scale, x, y)), *sizes, torch.get_num_threads())
+    return y
 
 
 def _forward(

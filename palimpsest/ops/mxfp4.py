@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from palimpsest.ops import cpu
+
 GROUP = 32  # columns under one scale
+FEW = 16  # rows of x up to which unpacking anew for every four of them costs little
 TILE_BYTES = 1 << 18  # packed bytes that are unpacked at a time: 2 MB in float32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -71,11 +74,16 @@ def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """y = x W^T from packed weights: x [...,in], packed uint8 [out,in/2], scale uint8 [out,in/32] -> y [...,out], x's dtype.
 
-    Some rows of W at a time are unpacked, in x's dtype. Gradients reach x. Raises ValueError for shapes that do not fit.
+    A few rows of x meet the compiled product where there is one; else some rows of W at a time are unpacked, in x's dtype.
+    Gradients reach x. Raises ValueError for shapes that do not fit.
     """
     _check(packed, scale)
     if packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and packed {list(packed.shape)}; expected [...,in] and [out,in/2]")
+    n = x.shape[:-1].numel()
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if 0 < n <= FEW and not needs_grad and cpu.refusal(x.dtype, x.device, 1) is None:
+        return cpu.mxfp4_matmul(x.reshape(n, -1), packed, scale).view(*x.shape[:-1], -1).to(x.dtype)
     rows = max(TILE_BYTES // max(packed.shape[1], 1), 1)
     tiles = zip(packed.split(rows), scale.split(rows), strict=True)
     return torch.cat([F.linear(x, mxfp4_decode(part, factor, x.dtype)) for part, factor in tiles], -1)

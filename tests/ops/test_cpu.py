@@ -187,3 +187,18 @@ def test_memory_of_a_backward_pass_grows_by_tiles() -> None:
 
 def test_the_source_is_in_the_package() -> None:
     assert Path(cpu.__file__).with_name("cpu.cpp").exists()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 16])
+def test_packed_weights(rows: int, instruction_set: str) -> None:
+    """Every code under every scale, and NaN for scale 255: the compiled product is that with the decoded weights."""
+    draw = torch.Generator().manual_seed(0)
+    packed = torch.arange(256, dtype=torch.uint8).repeat(3, 1)  # 512 columns
+    scale = torch.randint(100, 150, (3, 16), generator=draw).to(torch.uint8)
+    x = torch.randn(rows, 512, generator=draw)
+    assert relative(ops.mxfp4_matmul(x, packed, scale), x.double() @ ops.mxfp4_decode(packed, scale).double().T) < 1e-6
+    scale[1, 3] = 255
+    y = ops.mxfp4_matmul(x, packed, scale)
+    assert y[:, 1].isnan().all() and y[:, [0, 2]].isfinite().all()
+    low = ops.mxfp4_matmul(x.bfloat16(), packed, scale)
+    assert low.dtype == torch.bfloat16 and relative(low[:, 0], y[:, 0]) < 1e-2
