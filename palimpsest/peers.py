@@ -7,6 +7,7 @@ of every median is written beside it.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,7 @@ def cpu(peers: bool, say: Callable[[str], None]) -> list[Row]:
     """Every table of the CPU benchmark. With `peers`, transformers runs beside us where it is installed."""
     has_transformers = peers and importlib.util.find_spec("transformers") is not None
     rows: list[Row] = []
-    for measure in (forward, backward, step, long_sequence, decode, training):
+    for measure in (forward, backward, step, packed, long_sequence, decode, training):
         for row in measure(has_transformers):
             rows.append(row)
             say(line(row))
@@ -149,6 +150,30 @@ def step(has_transformers: bool) -> list[Row]:
         figures = {"us": times["kda"]["ms"] * 1e3, "share of copy bandwidth": share}
         rows.append({"work": f"one token, B {batch}, H {heads}, D {dim}", "times": times, "figures": figures})
     return rows
+
+
+@torch.inference_mode()
+def packed(has_transformers: bool) -> list[Row]:
+    """One token through an expert of Kimi K3's size, in four bits and in bfloat16, over more experts than caches hold."""
+    experts, shapes, turn = 40, ((3072, 3584), (3072, 3584), (3584, 3072)), itertools.count()
+    small = [torch.randint(256, (experts, rows, columns // 2), dtype=torch.uint8) for rows, columns in shapes]
+    scales = [torch.randint(110, 130, (experts, rows, columns // 32), dtype=torch.uint8) for rows, columns in shapes]
+    large = [torch.randint(1000, (experts, *shape), dtype=torch.int16).view(torch.bfloat16) for shape in shapes]
+    xs = [torch.randn(1, columns) for _, columns in shapes]
+
+    def four_bits() -> None:
+        e = next(turn) % experts
+        for x, codes, scale in zip(xs, small, scales, strict=True):
+            ops.mxfp4_matmul(x, codes[e], scale[e])
+
+    def sixteen_bits() -> None:
+        e = next(turn) % experts
+        for x, weight in zip(xs, large, strict=True):
+            F.linear(x.bfloat16(), weight[e])
+
+    times = in_turns({"mxfp4": four_bits, "bfloat16": sixteen_bits}, 41)
+    figures = {"bfloat16 / mxfp4": times["bfloat16"]["ms"] / times["mxfp4"]["ms"]}
+    return [{"work": "expert 3 x 3072 x 3584, one token", "times": times, "figures": figures}]
 
 
 @torch.inference_mode()

@@ -34,10 +34,10 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest
         times = peers.in_turns({"kda": lambda: torch.ones(3).sum()}, repeats=3)
         return [{"work": "something", "times": times, "figures": {"us": 1.0}}]
 
-    for name in ("forward", "backward", "step", "long_sequence", "decode", "training"):
+    for name in ("forward", "backward", "step", "packed", "long_sequence", "decode", "training"):
         monkeypatch.setattr(peers, name, few)
     out = tmp_path / "cpu.json"
     assert main(["benchmark", "cpu", "--out", str(out)]) == 0
     held = json.loads(out.read_text())
-    assert len(held["rows"]) == 6 and held["machine"]["processor"] and "benchmark" in held["command"] or held["command"]
+    assert len(held["rows"]) == 7 and held["machine"]["processor"] and "benchmark" in held["command"] or held["command"]
     assert main(["benchmark", "cpu", "--out", str(tmp_path / "no" / "cpu.json")]) == 2

@@ -429,7 +429,18 @@ void backward_head(const Shape &s, const Form &f, const float *q, const float *k
 
 // ---------------------------------------------------------------------------------------------------- four-bit weights
 
-typedef uint8_t bytes __attribute__((vector_size(LANES)));
+// LANES bytes as integers. The compiler's own conversion goes by single bytes.
+INLINE ivec widen(const uint8_t *p) {
+#if defined(__AVX512F__)
+    return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+    return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+#else
+    ivec x;
+    for (int l = 0; l < LANES; ++l) x[l] = p[l];
+    return x;
+#endif
+}
 
 // The values of codes 0..15 (E2M1, the upper eight negated).
 INLINE vec value_of(ivec code) {
@@ -460,9 +471,7 @@ INLINE void packed_row(const uint8_t *packed, const uint8_t *scale, const float 
     for (int64_t group = 0; group < columns / 32; ++group) {
         float factor = factor_of(scale[group]);
         for (int part = 0; part < 16; part += LANES) {
-            bytes raw;
-            std::memcpy(&raw, packed + group * 16 + part, LANES);
-            ivec code = __builtin_convertvector(raw, ivec);
+            ivec code = widen(packed + group * 16 + part);
             vec low = factor * value_of(code & 15), high = factor * value_of(code >> 4);
             const float *here = x + group * 32 + part;
 #pragma GCC unroll 4
