@@ -63,12 +63,14 @@ INLINE float sigmoid(float x) {
     return (x >= 0 ? 1 : e) / (1 + e);
 }
 
-// exp of x <= 0 lane by lane, to about 1e-7: 2^n times a polynomial of the rest; below -87 it is 0.
+INLINE vec choose(ivec where, vec yes, vec no) { return (vec)(((ivec)yes & where) | ((ivec)no & ~where)); }
+
+// exp lane by lane, to about 1e-7: 2^n times a polynomial of the rest; 0 below -87, and no more than e^88.
 INLINE vec exp_of(vec x) {
     ivec is_low = x < all(-87.0f);
-    x = (vec)(((ivec)x & ~is_low) | ((ivec)all(-87.0f) & is_low));
+    x = choose(is_low, all(-87.0f), choose(x > all(88.0f), all(88.0f), x));
     vec scaled = x * all(1.44269504f);
-    ivec n = __builtin_convertvector(scaled - all(0.5f), ivec);  // towards zero: the nearest for x <= 0
+    ivec n = __builtin_convertvector(scaled + choose(scaled < all(0.0f), all(-0.5f), all(0.5f)), ivec);  // the nearest
     vec whole = __builtin_convertvector(n, vec);
     vec r = x - whole * all(0.693359375f) + whole * all(2.12194440e-4f);
     vec p = all(1.9875691500e-4f);

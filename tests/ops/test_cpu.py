@@ -126,6 +126,9 @@ def test_far_inputs_stay_finite(instruction_set: str) -> None:
         raw = {**inputs, "A_log": torch.zeros(4)}
         check("kda", raw, lower_bound=bound, gradients=False)
         assert all(x.isfinite().all() for x in outcome("kda", raw, backend="cpu", lower_bound=bound).values())
+    growing = make_inputs("kda", 60)
+    growing["g"] = 0.3 * torch.randn_like(growing["g"])  # no decay at all; the other backends take it too
+    check("kda", growing, 1e-4)
     fading = make_inputs("kda", 400, decay=-0.9)
     fading["v"][:, 1:] = 0
     check("kda", fading)
