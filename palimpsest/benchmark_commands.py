@@ -25,7 +25,7 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     out
         The file to write: every median with its spread, the machine, the commit and the command.
     peers
-        Also run what transformers has for the same work, in the same process, in turns.
+        Also run what transformers has for the same work, in the same process.
     """
     check_json(out)
     from palimpsest import __version__, benchmark, lineage

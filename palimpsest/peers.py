@@ -1,4 +1,4 @@
-"""Our speed beside that of others, measured in one process: every figure is a ratio of medians taken in turns.
+"""Our speed beside that of others, measured in one process: every figure is a ratio of medians.
 
 A peer that is not installed is left out, and said to be. What a figure is worth depends on the machine being quiet; the spread
 of every median is written beside it.
@@ -24,16 +24,21 @@ Row = dict[str, Any]
 Run = Callable[[], Any]
 
 
-def in_turns(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float]]:
-    """Milliseconds of each run: median, least and most of `repeats`, after one that is not counted, all in turns."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(repeats + 1):
-        for name, run in runs.items():
+def medians(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float]]:
+    """Milliseconds of each run: median, least and most of `repeats` in a row, after one that is not counted.
+
+    Not in turns: a run that takes and returns gigabytes leaves the next one without warm pages.
+    """
+    table: dict[str, dict[str, float]] = {}
+    for name, run in runs.items():
+        times = []
+        for _ in range(repeats + 1):
             began = time.perf_counter()
             run()
-            if turn:
-                times[name].append((time.perf_counter() - began) * 1e3)
-    return {name: {"ms": sorted(t)[len(t) // 2], "least": min(t), "most": max(t)} for name, t in times.items()}
+            times.append((time.perf_counter() - began) * 1e3)
+        counted = sorted(times[1:])
+        table[name] = {"ms": counted[len(counted) // 2], "least": counted[0], "most": counted[-1]}
+    return table
 
 
 def cpu(peers: bool, say: Callable[[str], None]) -> list[Row]:
@@ -101,7 +106,7 @@ def forward(has_transformers: bool) -> list[Row]:
                 runs["transformers gdn"] = lambda a=(q, k, v, scalar, beta): _their_gdn(*a)
                 if tokens == 2048:
                     runs["transformers kda"] = lambda x=x: _their_kda(x)
-            times = in_turns(runs)
+            times = medians(runs)
             ours = times["kda"]["ms"]
             figures = {f"{name} / kda": times[name]["ms"] / ours for name in runs if name != "kda"}
             rows.append({"work": f"forward, T {tokens}, D {dim}, H 8", "times": times, "figures": figures})
@@ -118,7 +123,7 @@ def backward(has_transformers: bool) -> list[Row]:
             runs["kda, chunked"] = lambda x=leaves: _both_ways(_kda(x, backend="chunked")[0], x)
         if has_transformers and tokens == 2048:
             runs["transformers kda"] = lambda x=leaves: _both_ways(_their_kda(x)[0], x)
-        times = in_turns(runs)
+        times = medians(runs)
         figures = {f"{name} / kda": times[name]["ms"] / times["kda"]["ms"] for name in runs if name != "kda"}
         figures["us per token"] = times["kda"]["ms"] * 1e3 / tokens
         rows.append({"work": f"forward and backward, T {tokens}, D {dim}, H 8", "times": times, "figures": figures})
@@ -143,9 +148,7 @@ def step(has_transformers: bool) -> list[Row]:
             for _ in range(many):
                 twin.copy_(state)
 
-        times = {
-            name: {key: ms / many for key, ms in t.items()} for name, t in in_turns({"kda": steps, "copy": copies}).items()
-        }
+        times = {name: {key: ms / many for key, ms in t.items()} for name, t in medians({"kda": steps, "copy": copies}).items()}
         share = times["copy"]["ms"] / times["kda"]["ms"]
         figures = {"us": times["kda"]["ms"] * 1e3, "share of copy bandwidth": share}
         rows.append({"work": f"one token, B {batch}, H {heads}, D {dim}", "times": times, "figures": figures})
@@ -171,7 +174,7 @@ def packed(has_transformers: bool) -> list[Row]:
         for x, weight in zip(xs, large, strict=True):
             F.linear(x.bfloat16(), weight[e])
 
-    times = in_turns({"mxfp4": four_bits, "bfloat16": sixteen_bits}, 41)
+    times = medians({"mxfp4": four_bits, "bfloat16": sixteen_bits}, 41)
     figures = {"bfloat16 / mxfp4": times["bfloat16"]["ms"] / times["mxfp4"]["ms"]}
     return [{"work": "expert 3 x 3072 x 3584, one token", "times": times, "figures": figures}]
 
@@ -212,7 +215,7 @@ def decode(has_transformers: bool) -> list[Row]:
             cache = theirs(ids, use_cache=True)
             runs["transformers prefill"] = lambda m=theirs, i=ids: m(i, use_cache=True, logits_to_keep=1)
             runs["transformers decode"] = lambda m=theirs, i=ids, c=cache: _their_decode(m, i, c)
-        times = in_turns(runs)
+        times = medians(runs)
         figures = {"prefill tokens/s": 512e3 / times["prefill"]["ms"], "decode tokens/s": 32e3 / times["decode"]["ms"]}
         for part in ("prefill", "decode") if has_transformers else ():
             figures[f"transformers / ours, {part}"] = times[f"transformers {part}"]["ms"] / times[part]["ms"]
@@ -232,7 +235,7 @@ def training(has_transformers: bool) -> list[Row]:
     if has_transformers:
         theirs = _their_model(model).train()
         runs["transformers"] = lambda: _update(theirs, theirs(ids, labels=ids).loss)
-    times = in_turns(runs)
+    times = medians(runs)
     figures = {"parameters": float(model.num_parameters()), "tokens/s": 1024e3 / times["ours"]["ms"]}
     if has_transformers:
         figures["transformers / ours"] = times["transformers"]["ms"] / times["ours"]["ms"]

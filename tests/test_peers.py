@@ -1,4 +1,4 @@
-"""The speed tables: every row has times in turns and a line for the terminal, with and without peers."""
+"""The speed tables: every row has times and a line for the terminal, with and without peers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from palimpsest.cli import main
 from tests.conftest import relative
 
 
-def test_runs_take_turns_and_the_first_does_not_count() -> None:
+def test_runs_follow_one_another_and_the_first_does_not_count() -> None:
     order: list[str] = []
-    times = peers.in_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
-    assert order == ["a", "b"] * 4
+    times = peers.medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
+    assert order == ["a"] * 4 + ["b"] * 4
     assert all(row["least"] <= row["ms"] <= row["most"] for row in times.values())
 
 
@@ -31,7 +31,7 @@ def test_the_skeleton_is_a_delta_rule() -> None:
 def test_the_command_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def few(has_transformers: bool) -> list[peers.Row]:
         assert not has_transformers
-        times = peers.in_turns({"kda": lambda: torch.ones(3).sum()}, repeats=3)
+        times = peers.medians({"kda": lambda: torch.ones(3).sum()}, repeats=3)
         return [{"work": "something", "times": times, "figures": {"us": 1.0}}]
 
     for name in ("forward", "backward", "step", "packed", "long_sequence", "decode", "training"):
