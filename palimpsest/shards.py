@@ -184,7 +184,11 @@ def read(name: str, stored: Stored) -> Tensor:
 
 
 def check_finite(where: str, name: str, tensor: Tensor) -> None:
-    bad = 0 if not tensor.is_floating_point() else tensor.numel() - int(tensor.isfinite().sum())
+    """Raises InputError for NaN and infinity. Of the scales of MXFP4, 255 is NaN."""
+    if tensor.is_floating_point():
+        bad = tensor.numel() - int(tensor.isfinite().sum())
+    else:
+        bad = int((tensor == 255).sum()) if name.endswith(".weight_scale") else 0
     if bad:
         raise InputError(
             f"{where}: tensor {name!r} holds NaN or infinity, {bad} of {tensor.numel()} values; expected finite numbers; "

@@ -26,6 +26,7 @@ from palimpsest import checkpoint, ops
 from palimpsest.cli import main
 from palimpsest.convert import to_published
 from palimpsest.tokenizer import Tokenizer
+from tests.oracles.agreement import note
 
 TOLERANCE = 1e-4  # absolute, float32 logits of spread near 1
 IDS = torch.arange(2 * 21).view(2, 21) * 37 % 257
@@ -75,6 +76,7 @@ def compare(ours: pal.Model, theirs: PreTrainedModel, tolerance: float) -> None:
     with torch.no_grad():
         full, expected = ours(IDS).logits, theirs(IDS).logits
         assert 0.5 < expected.std() < 3
+        note("transformers", subject(theirs, full), "output", (full - expected).abs().max(), "absolute")
         assert (full - expected).abs().max() < tolerance
         mine, cached = ours(IDS[:, :9]), theirs(IDS[:, :9], use_cache=True)
         assert (mine.logits - expected[:, :9]).abs().max() < tolerance
@@ -83,8 +85,19 @@ def compare(ours: pal.Model, theirs: PreTrainedModel, tolerance: float) -> None:
             mine, cached = ours(step, mine.state), theirs(step, cache=cached.cache, use_cache=True)
             assert (mine.logits[:, 0] - expected[:, t]).abs().max() < tolerance
             assert (cached.logits[:, 0] - full[:, t]).abs().max() < tolerance
+            note("transformers", subject(theirs, full), "decode", error_of(mine, expected, t), "absolute")
         chunk = ours(IDS[:, 5:], ours(IDS[:, :5]).state).logits
         assert (chunk - expected[:, 5:]).abs().max() < tolerance
+
+
+def subject(theirs: PreTrainedModel, x: Tensor) -> str:
+    """`GPT2, float64`."""
+    name = type(theirs).__name__.removesuffix("LMHeadModel").removesuffix("ForCausalLM")
+    return f"{name}, {str(x.dtype).removeprefix('torch.')}"
+
+
+def error_of(mine: Any, expected: Tensor, t: int) -> float:
+    return float((mine.logits[:, 0] - expected[:, t]).abs().max())
 
 
 def compare_gradients(ours: pal.Model, theirs: PreTrainedModel, tolerance: float) -> None:
@@ -103,7 +116,11 @@ def compare_gradients(ours: pal.Model, theirs: PreTrainedModel, tolerance: float
     for name, wanted in expected.items():
         found = published[name] + 1 if centred and "norm" in name and "linear_attn" not in name else published[name]
         assert wanted.abs().max() > 1e-7 or ".experts." in name, name  # an expert may have had no token
-        assert (found - wanted.view_as(found)).abs().max() <= tolerance * wanted.abs().max(), name
+        error = (found - wanted.view_as(found)).abs().max()
+        assert error <= tolerance * wanted.abs().max(), name
+        if ".experts." not in name:
+            share = float(error / wanted.abs().max())
+            note("transformers", subject(theirs, found), "gradients", share, "relative")
 
 
 def their_gradients(theirs: PreTrainedModel, published: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
