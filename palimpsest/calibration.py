@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palimpsest import ops
+from palimpsest import ops, residuals
 from palimpsest.benchmark import machine, median_seconds
 from palimpsest.config import ModelConfig
 from palimpsest.mixers import MLA
@@ -17,39 +17,46 @@ from palimpsest.mixers.attention import causal_attention
 from palimpsest.model import Model
 from palimpsest.plan import flops
 from palimpsest.plan.devices import FORMAT
-from palimpsest.plan.times import calls
+from palimpsest.plan.times import form_of_mixer, form_of_mlp, forms
 from palimpsest.state import Segments
 
-ROWS = (1, 2, 4, 8, 32, 128, 512, 2048)
+ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
 CPU = torch.device("cpu")
-OPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+Op = Callable[..., tuple[Tensor, Tensor]]
+OPS: dict[str, Op] = {
     "linear_attention": lambda q, k, v, g, b, s: ops.linear_attention(q, k, v, state=s),
     "deltanet": lambda q, k, v, g, b, s: ops.delta_rule(q, k, v, b, state=s),
     "gated_deltanet": lambda q, k, v, g, b, s: ops.gated_delta_rule(q, k, v, g[..., 0], b, state=s),
     "kda": lambda q, k, v, g, b, s: ops.kda(q, k, v, g, b, state=s),
 }
+# Presets whose layers, too small to be work, tell what a sublayer costs for its calls alone.
+TINY = ("gpt2-tiny", "smollm2-tiny", "linear-attention-tiny", "deltanet-tiny", "gated-deltanet-tiny", "kda-tiny")
+TINY += ("kimi-linear-tiny", "hybrid-latent-moe-tiny")
 
 
 def calibrate() -> dict[str, Any]:
-    """A calibration: operations or bytes a second by kind of work, seconds of a call, and the machine."""
+    """A calibration: operations or bytes a second by kind of work, fixed seconds of every sublayer, and the machine."""
     torch.manual_seed(0)
     with torch.no_grad():
-        found = {
+        found: dict[str, Any] = {
             "linear": [[rows, linear(rows)] for rows in ROWS],
-            "attention": attention(),
+            "attention": attention(False),
             "cache": {"attention": cache(), "mla": latent_cache()},
             "chunks": {kind: recurrence(kind, 1024) for kind in OPS},
             "steps": {kind: recurrence(kind, 1) for kind in OPS},
             "bytes_per_s": elementwise(),
-            "call_s": call(),
+            "fixed_s": fixed(),
         }
+    found["attention_training"] = attention(True)
     found["chunks_training"] = {kind: recurrence(kind, 1024, training=True) for kind in OPS}
     facts = machine()
-    return {"calibration": FORMAT, "dtype": "f32", "memory_bytes": facts["memory_bytes"], "machine": facts, **found}
+    backend = ops.choose(1024, CPU)[0]
+    head = {"calibration": FORMAT, "dtype": "f32", "backend": backend, "memory_bytes": facts["memory_bytes"]}
+    return {**head, "machine": facts, **found}
 
 
 def linear(rows: int) -> float:
-    """Operations a second of x [rows,768] against enough matrices [3072,768] that none stays in a cache."""
+    """Operations a second of x [rows,768] against matrices [3072,768]: for few rows so many that no cache holds them."""
     stack = torch.randn(32 if rows <= 32 else 4, 3072, 768)
     x = torch.randn(rows, 768)
 
@@ -60,12 +67,17 @@ def linear(rows: int) -> float:
     return 2 * rows * stack.numel() / median_seconds(run, 5)
 
 
-def attention() -> float:
-    """Unmasked operations a second of causal attention over 1,024 tokens, 12 heads of 64."""
-    q, k, v = torch.randn(3, 1, 1024, 12, 64).unbind()
+def attention(training: bool) -> float:
+    """Unmasked operations a second of causal attention over 1,024 tokens, 12 heads of 64; in training forward and backward."""
+    q, k, v = (x.requires_grad_(training) for x in torch.randn(3, 1, 1024, 12, 64).unbind())
     segments = Segments((0,), (1024,), None, CPU)
-    seconds = median_seconds(lambda: causal_attention(q, k, v, segments, 0.125), 5)
-    return 4 * 12 * 64 * 1024 * 1025 / 2 / seconds
+
+    def run() -> None:
+        o = causal_attention(q, k, v, segments, 0.125)
+        if training:
+            o.sum().backward()
+
+    return (3 if training else 1) * 4 * 12 * 64 * 1024 * 1025 / 2 / median_seconds(run, 5)
 
 
 def cache() -> float:
@@ -82,57 +94,78 @@ def cache() -> float:
 
 def latent_cache() -> float:
     """The same of the latents of MLA, in its absorbed form."""
-    config = ModelConfig.preset("kimi-linear-65m")
-    mixer, size = MLA(config), 4096
-    heads, rank, rope = mixer.heads, mixer.rank, mixer.rope
-    layers = [(torch.randn(1, size, rank), torch.randn(1, size, rope)) for _ in range(6)]
-    query = torch.randn(1, 1, heads, mixer.nope), torch.randn(1, 1, heads, rope)
+    mixer, size = MLA(ModelConfig.preset("kimi-linear-65m")), 4096
+    layers = [(torch.randn(1, size, mixer.rank), torch.randn(1, size, mixer.rope)) for _ in range(6)]
+    query = torch.randn(1, 1, mixer.heads, mixer.nope), torch.randn(1, 1, mixer.heads, mixer.rope)
     segments = Segments((size - 1,), (1,), None, CPU)
 
     def run() -> None:
         for latent, shared in layers:
             mixer.attend_absorbed(*query, latent, shared, segments)
 
-    return 6 * 4 * size * (rank + rope) / median_seconds(run, 5)
+    return 6 * 4 * size * (mixer.rank + mixer.rope) / median_seconds(run, 5)
 
 
 def recurrence(kind: str, tokens: int, training: bool = False) -> float:
-    """Operations a second of the chunked form, or bytes of state a second of a single token; 8 heads of 64 x 64."""
-    config = ModelConfig.preset("kda-tiny", linear_num_key_heads=8, linear_num_value_heads=8)
-    config = config.replace(linear_key_head_dim=64, linear_value_head_dim=64)
-    shape, layers = (1, tokens, 8, 64), 1 if tokens > 2 else 12
-    drawn: list[list[Tensor]] = []
+    """Operations a second over many tokens, counted as chunks, or bytes of state a second for one; 8 heads of 64 x 64."""
+    sizes = {"linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    config = ModelConfig.preset("kda-tiny", **sizes)
+    columns = 65 if kind == "linear_attention" else 64
+    layers, drawn = 1 if tokens > 2 else 12, []
     for _ in range(layers):
-        q, k, v = torch.randn(3, *shape).unbind()
-        q, k, g, beta = ops.l2norm(q), ops.l2norm(k), -0.1 * torch.rand(shape), torch.rand(shape[:3])
-        drawn.append([x.requires_grad_(training) for x in (q, k, v, g, beta)] + [torch.zeros(1, 8, 64, 64)])
-    run = _runner(OPS[kind], drawn, training)
-    seconds = median_seconds(run, 5)
-    if tokens <= 2:
-        return layers * tokens * 4 * 8 * 64 * 64 / seconds
-    done = flops.recurrence(config, kind, tokens)
-    return (done + (flops.recurrence_backward(config, kind, tokens) if training else 0)) / seconds
+        q, k, g = torch.randn(3, 1, tokens, 8, 64).unbind()
+        v, beta = torch.randn(1, tokens, 8, columns), torch.rand(1, tokens, 8)
+        leaves = [x.requires_grad_(training) for x in (ops.l2norm(q), ops.l2norm(k), v, -0.1 * g.sigmoid(), beta)]
+        drawn.append([*leaves, torch.zeros(1, 8, 64, columns)])
 
-
-def _runner(op: Callable[..., tuple[Tensor, Tensor]], drawn: list[list[Tensor]], training: bool) -> Callable[[], None]:
     def run() -> None:
         for values in drawn:
-            o, _ = op(*values)
+            o, _ = OPS[kind](*values)
             if training:
-                o.sum().backward()
+                torch.autograd.grad(o.sum(), values[:5], allow_unused=True)
 
-    return run
+    seconds = median_seconds(run, 7)
+    if tokens <= 2:
+        return layers * 4 * 8 * 64 * columns / seconds
+    return (flops.recurrence(config, kind, tokens) + training * flops.recurrence_backward(config, kind, tokens)) / seconds
 
 
 def elementwise() -> float:
-    """Bytes a second of reading two tensors and writing one, each of 1,024 tokens by 2,048 channels."""
+    """Bytes a second of two operations on 1,024 tokens of 2,048 channels, by which five such tensors cross memory."""
     x, y = torch.randn(2, 1024, 2048).unbind()
-    return 3 * 4 * x.numel() / median_seconds(lambda: F.silu(x) * y, 9) * 5 / 3  # two operations: five tensors cross memory
+    return 5 * 4 * x.numel() / median_seconds(lambda: F.silu(x) * y, 9)
 
 
-def call() -> float:
-    """Seconds of a torch call with nothing to do: the decode step of a model too small for anything else."""
-    model = Model(ModelConfig.preset("kda-tiny")).eval()
-    ids = torch.ones(1, 1, dtype=torch.long)
-    state = model(ids).state
-    return median_seconds(lambda: model(ids, state), 25) / calls(model.config)
+def fixed() -> dict[str, float]:
+    """Seconds of each kind of sublayer for one token of a tiny model, of a norm, of a residual's source, of a pass."""
+    found: dict[str, float] = {}
+    for preset in TINY:
+        model = Model(ModelConfig.preset(preset)).eval()
+        config = model.config
+        ids = torch.ones(1, 1, dtype=torch.long)
+        state = model(ids).state
+        x, segments = torch.randn(1, 1, config.hidden_size), Segments((1,), (1,), None, CPU)
+        for index, (block, held) in enumerate(zip(list(model.layers), state.layers, strict=True)):
+            mixer, mlp = form_of_mixer(config, config.mixers[index]), form_of_mlp(config, config.mlps[index])
+            if mixer not in found:
+                found[mixer] = _brief(lambda b=block, h=held, y=x, s=segments: b.mixer(y, h, s))
+            if mlp not in found:
+                found[mlp] = _brief(lambda b=block, y=x: b.mlp(y))
+        found.setdefault(f"norm {config.norm}", _brief(lambda n=model.norm, y=x: n(y) + y))
+        if "pass" not in found:
+            found["pass"] = 0.0
+            whole = _brief(lambda m=model, i=ids, s=state: m(i, s))
+            found["pass"] = max(whole - sum(count * found[form] for form, count in forms(config).items() if count), 0.0)
+    values, weight = [torch.randn(1, 1, 64) for _ in range(4)], torch.ones(64)
+    found["source"] = _brief(lambda: residuals.mix(values, weight, weight)) / 4
+    return found
+
+
+def _brief(work: Callable[[], Any], times: int = 20) -> float:
+    """Seconds of something short, run some times in a row."""
+
+    def run() -> None:
+        for _ in range(times):
+            work()
+
+    return median_seconds(run, 9) / times

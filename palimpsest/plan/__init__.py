@@ -87,7 +87,8 @@ class Plan:
         """Bytes on one device in a training step; the sequences of a micro-batch are dealt out to the devices."""
         dtype = "bf16" if self.dtype == "mxfp4" else self.dtype
         rows = -(-self.batch // self.num_devices)
-        how = self.optimizer, self.recompute, self.accumulation, self.sharding, self.num_devices
+        compiled = self.device.measured is not None and self.device.measured["backend"] == "cpu"
+        how = self.optimizer, self.recompute, self.accumulation, self.sharding, self.num_devices, compiled
         return training.training_memory(self.config, rows, self.context, dtype, *how)
 
     def as_dict(self) -> dict[str, Any]:

@@ -138,6 +138,11 @@ def _recurrent(kind: str, c: ModelConfig) -> Shapes:
             yield f"{part}_conv1d.weight", (rows, c.linear_conv_kernel_dim)
     yield from _linear("o_proj", width, values)
     if kind == "linear_attention":
+        if c.linear_feature_map == "product":
+            for part, layer in (("q", 1), ("q", 2), ("k", 1), ("k", 2)):
+                yield from _linear(f"feature_map_{part}.layer{layer}", c.linear_key_head_dim, c.linear_key_head_dim, True)
+        if c.linear_output_norm:
+            yield "o_norm.weight", (value_dim,)
         return
     yield from _linear("b_proj", heads, width)
     yield "o_norm.weight", (value_dim,)
@@ -153,12 +158,12 @@ def _recurrent(kind: str, c: ModelConfig) -> Shapes:
         yield "dt_bias", (heads,)
         yield from _linear("a_proj", heads, width)
     if c.linear_output_gate != "none":
-        rank = c.linear_output_gate_rank
+        rank, bias = c.linear_output_gate_rank, c.linear_output_gate_bias
         if rank is None:
-            yield from _linear("g_proj", values, width)
+            yield from _linear("g_proj", values, width, bias)
         else:
             yield from _linear("g_a_proj", rank, width)
-            yield from _linear("g_b_proj", values, rank)
+            yield from _linear("g_b_proj", values, rank, bias)
 
 
 def _mlp(kind: str, c: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:

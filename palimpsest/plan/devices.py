@@ -17,6 +17,8 @@ from typing import Any
 from palimpsest.config import InputError, suggestion
 
 FORMAT = 1  # of a calibration
+KEYS = ("backend", "linear", "attention", "attention_training", "cache", "chunks", "chunks_training", "steps", "fixed_s")
+KEYS += ("bytes_per_s", "memory_bytes")
 EFFICIENCY = 0.6  # of the peak, for large products: what well-tuned training and prefill reach
 BANDWIDTH_EFFICIENCY = 0.8  # of the peak, for reads of weights and caches
 
@@ -74,8 +76,7 @@ def calibrated(values: Any, source: str) -> Device:
     """The device that a calibration describes. Raises InputError when it is not one that this version reads."""
     if not isinstance(values, dict) or values.get("calibration") != FORMAT:
         raise InputError(f"{source}: not a calibration of format {FORMAT}; write one with `palimpsest benchmark calibrate`")
-    wanted = ("linear", "attention", "chunks", "chunks_training", "steps", "call_s", "bytes_per_s", "memory_bytes")
-    for key in wanted:
+    for key in KEYS:
         if key not in values:
             raise InputError(f"{source}: field {key!r} is missing; write the calibration again")
     peak = max(rate for _, rate in values["linear"])

@@ -1,8 +1,8 @@
 """Bytes that a sequence carries from token to token, as `State.num_bytes` counts them.
 
-    attention    2 Hkv d values a token                MLA   R + r values a token
-    recurrent    HV K V float32 a sequence (linear attention one column more)
-    convolution  (W - 1)(2 H K + HV V) values a sequence
+attention    2 Hkv d values a token                MLA   R + r values a token
+recurrent    HV K V float32 a sequence (linear attention with its normaliser one column more)
+convolution  (W - 1)(2 H K + HV V) values a sequence
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ def recurrent_values(config: ModelConfig, mixer: str) -> int:
     """Values of one layer's matrices for one sequence."""
     if mixer not in LINEAR_MIXERS:
         return 0
-    columns = config.linear_value_head_dim + (mixer == "linear_attention")
-    return config.linear_num_value_heads * config.linear_key_head_dim * columns
+    return config.linear_num_value_heads * config.linear_key_head_dim * state_columns(config, mixer)
+
+
+def state_columns(config: ModelConfig, mixer: str) -> int:
+    """V, and the normaliser of linear attention where it has one."""
+    return config.linear_value_head_dim + (mixer == "linear_attention" and not config.linear_output_norm)
 
 
 def conv_values(config: ModelConfig, mixer: str) -> int:

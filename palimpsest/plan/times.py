@@ -1,7 +1,7 @@
 """Times from a roofline: each kind of work takes the longer of its arithmetic and its traffic, kinds follow one another.
 
     t = sum over kinds of max( flops / (peak efficiency), bytes / (bandwidth efficiency) ) + communication     (table devices)
-    t = sum over kinds of flops / measured rate + bytes / measured rate + calls * time of a call               (calibrations)
+    t = sum over kinds of flops / measured rate + bytes / measured rate + fixed time of every sublayer         (calibrations)
 
 Bytes of a pass: all weights but those of experts no token chose, E (1 - (1 - k/E)^tokens) of which are expected to be read;
 keys and values or latents once; recurrent matrices read and written.
@@ -13,6 +13,7 @@ A group cuts keys and values by heads and latents by tokens; an engine that copi
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,17 +21,12 @@ from palimpsest.config import LINEAR_MIXERS, ModelConfig
 from palimpsest.plan import flops
 from palimpsest.plan.counts import SIZES, weights
 from palimpsest.plan.devices import BANDWIDTH_EFFICIENCY, EFFICIENCY, Device, linear_rate
-from palimpsest.plan.memory import conv_bytes, conv_values, kv_bytes_per_token, kv_values, recurrent_bytes, recurrent_values
+from palimpsest.plan.memory import conv_bytes, kv_bytes_per_token, kv_values, recurrent_bytes, recurrent_values
 from palimpsest.plan.training import activations, sources
 
 MESSAGE_S = 10e-6  # latency of one collective operation
 USABLE = 0.9  # of a device's memory, for weights and states
 MOVED = 3  # times that an elementwise result crosses memory: two reads, one write
-# Torch calls of one sublayer in a decode step, views apart; counted by a test.
-CALLS = {
-    **{"attention": 11, "mla": 21, "linear_attention": 30, "deltanet": 44, "gated_deltanet": 55, "kda": 55},
-    **{"gelu": 3, "swiglu": 5, "situ": 12, "moe": 34},
-}
 
 
 class Cut(NamedTuple):
@@ -145,46 +141,62 @@ def communication(c: ModelConfig, device: Device, cut: Cut, tokens: int) -> floa
     return reduced / device.link_bytes_per_s + sent / between + messages * MESSAGE_S
 
 
-def calls(c: ModelConfig) -> int:
-    """Torch calls of a decode step, views apart."""
-    rms = 6 if c.norm == "rms" else 1
-    per_layer = 2 * (rms + 1)
-    total = 12 + rms + c.num_hidden_layers * per_layer
-    for kind in c.mixers:
-        total += CALLS[kind]
-        if kind == "attention":
-            total += 37 * (c.position == "rope") + 14 * c.qk_norm + 3 * c.attention_output_gate
-        elif kind == "mla":
-            total += 7 * (c.q_lora_rank is not None) + 3 * c.mla_use_output_gate
-    for kind in c.mlps:
-        total += CALLS[kind]
-        if kind == "moe":
-            total += (14 if c.moe_hidden_act == "situ" else 0) + (8 if c.routed_expert_hidden_size else 0)
-    return total + sum(6 + 6 * count for count in sources(c) if count > 1)
+def form_of_mixer(c: ModelConfig, kind: str) -> str:
+    """The name under which a calibration holds what a mixer takes for next to no work."""
+    turned = kind == "attention" and c.position == "rope"
+    return kind + (" rope" if turned else " low-rank" if kind == "mla" and c.q_lora_rank is not None else "")
 
 
-def _measured(c: ModelConfig, dtype: str, rates: dict[str, Any], batch: int, tokens: int, past: int, logits: int) -> dict[str, float]:
-    ops = flops.forward(c, batch, tokens, past, logits)
-    rows = batch * tokens
+def form_of_mlp(c: ModelConfig, kind: str) -> str:
+    return kind + (" latent" if kind == "moe" and c.routed_expert_hidden_size is not None else "")
+
+
+def forms(c: ModelConfig) -> Counter[str]:
+    """What a pass runs: sublayers, norms, sources that attention residuals mix, and the pass itself."""
+    found = Counter({"pass": 1, f"norm {c.norm}": 2 * c.num_hidden_layers + 1})
+    found["source"] = sum(count for count in sources(c) if count > 1)
+    found.update(form_of_mixer(c, kind) for kind in c.mixers)
+    found.update(form_of_mlp(c, kind) for kind in c.mlps)
+    return found
+
+
+def fixed_seconds(c: ModelConfig, rates: dict[str, Any]) -> float:
+    """Seconds of a pass that no work explains: calls of torch, one after the other."""
+    return sum(count * rates["fixed_s"][form] for form, count in forms(c).items() if count)
+
+
+def _measured(
+    c: ModelConfig, dtype: str, rates: dict[str, Any], batch: int, tokens: int, past: int, logits: int
+) -> dict[str, float]:
+    ops, rows = flops.forward(c, batch, tokens, past, logits), batch * tokens
     parts = {"linear": ops["linear"] / linear_rate(rates, rows) + ops["head"] / linear_rate(rates, batch * logits)}
     if ops["experts"]:
-        used = c.num_experts * touched(c, rows)
-        parts["experts"] = ops["experts"] / linear_rate(rates, rows * c.num_experts_per_token / used)
-    if ops["attention"]:
+        parts["experts"] = ops["experts"] / linear_rate(rates, _rows_of_expert(c, rows))
+    if ops["attention"] and tokens > 1:
+        parts["attention"] = causal(ops["attention"], tokens, past) / rates["attention"]
+    elif ops["attention"]:
         cached = batch * (past + tokens) * kv_bytes_per_token(c, dtype)
-        rate = rates["attention"]
-        kind = "mla" if "mla" in c.mixers else "attention"
-        parts["attention"] = causal(ops["attention"], tokens, past) / rate if tokens > 1 else cached / rates["cache"][kind]
+        parts["attention"] = cached / rates["cache"]["mla" if "mla" in c.mixers else "attention"]
     parts["recurrence"] = sum(_recurrence(c, kind, rates, batch, tokens) for kind in c.mixers if kind in LINEAR_MIXERS)
-    parts["elementwise"] = MOVED * activations(c, batch, tokens, dtype) / rates["bytes_per_s"] if tokens > 1 else 0.0
-    parts["calls"] = calls(c) * rates["call_s"]
+    if tokens > 1:
+        parts["elementwise"] = MOVED * _activations(c, rates, batch, tokens) / rates["bytes_per_s"]
+    parts["calls"] = fixed_seconds(c, rates)
     return parts
+
+
+def _rows_of_expert(c: ModelConfig, tokens: int) -> float:
+    """Rows that an expert meets on average, of those that meet any."""
+    return tokens * c.num_experts_per_token / (c.num_experts * touched(c, tokens))
+
+
+def _activations(c: ModelConfig, rates: dict[str, Any], batch: int, tokens: int) -> float:
+    return activations(c, batch, tokens, "f32", compiled=rates["backend"] == "cpu")
 
 
 def _recurrence(c: ModelConfig, kind: str, rates: dict[str, Any], batch: int, tokens: int) -> float:
     if tokens > 2:
         return batch * flops.recurrence(c, kind, tokens) / rates["chunks"][kind]
-    return tokens * batch * 4 * (recurrent_values(c, kind) + conv_values(c, kind)) / rates["steps"][kind]
+    return tokens * batch * 4 * recurrent_values(c, kind) / rates["steps"][kind]
 
 
 def training_seconds(
@@ -211,14 +223,14 @@ def _measured_training(
     c: ModelConfig, rates: dict[str, Any], ops: flops.Flops, batch: int, tokens: int, recompute: bool
 ) -> dict[str, float]:
     rows, again = batch * tokens, 4 / 3 if recompute else 1
-    used = c.num_experts * touched(c, rows)
     done = {
         "linear": (ops["linear"] + ops["head"]) / linear_rate(rates, rows),
-        "experts": ops["experts"] / linear_rate(rates, rows * c.num_experts_per_token / used) if ops["experts"] else 0.0,
-        "attention": causal(ops["attention"], tokens, 0) / rates["attention"],
-        "calls": 3 * again * calls(c) * rates["call_s"],
-        "elementwise": 3 * again * MOVED * activations(c, batch, tokens, "f32") / rates["bytes_per_s"],
+        "attention": causal(ops["attention"], tokens, 0) / rates["attention_training"],
+        "elementwise": 3 * again * MOVED * _activations(c, rates, batch, tokens) / rates["bytes_per_s"],
+        "calls": 3 * again * fixed_seconds(c, rates),
     }
+    if ops["experts"]:
+        done["experts"] = ops["experts"] / linear_rate(rates, _rows_of_expert(c, rows))
     for kind in c.mixers:
         if kind in LINEAR_MIXERS:
             work = flops.recurrence(c, kind, tokens) + flops.recurrence_backward(c, kind, tokens)

@@ -2,7 +2,8 @@
 
 Counts are values a token in one sublayer, of this package's own operations; D is the width. A sublayer keeps the input and
 the normed input of its norm (rms: 2 D + 1, layer: D + 2), the input of its linear maps (D), and what the mixer or MLP lists
-below. Recurrent layers keep three C x C matrices and one state a chunk (`ops/chunked.py`). Integers are int64.
+below. Recurrent layers keep three C x C matrices and one state a chunk (`ops/chunked.py`), or, where the compiled backend
+runs, one state a tile of its own (`ops/cpu.py`; `compiled`). Integers are int64.
 
 The peak of a step is the largest of four moments: the loss, when everything is kept; the first gradients, when the head's are
 made; the backward pass of the sublayer that works with most; the optimiser, when all gradients are there.
@@ -17,11 +18,11 @@ from palimpsest.ops.chunked import GROUP
 from palimpsest.ops.cross_entropy import BLOCK
 from palimpsest.plan.counts import SIZES, Weight, weights
 from palimpsest.plan.flops import _chunk_size
-from palimpsest.plan.memory import conv_channels, kv_values, recurrent_bytes
+from palimpsest.plan.memory import conv_channels, kv_values, recurrent_bytes, state_columns
 
 SHARDINGS = ("none", "optimizer", "gradients", "weights")  # what is cut over the devices, each with all before it
-VECTORS = ("b_proj.weight", "a_proj.weight", "shared_expert_gate.weight")  # maps that Muon leaves to AdamW
-CHUNK = 64  # tokens
+VECTORS = ("b_proj", "a_proj", "shared_expert_gate")  # maps that Muon leaves to AdamW
+CHUNK, TILE = 64, 32  # tokens of a chunk, and of the compiled backend's tile
 # Tensors of shape [C,C], [C,K] and [C,V] that live at once for each chunk of a group in the backward pass (measured).
 _GROUP_TENSORS = {
     **{"linear_attention": (0, 6, 1), "deltanet": (2, 9, 4)},
@@ -48,10 +49,10 @@ def norm(c: ModelConfig) -> Kept:
     return Kept(2 * c.hidden_size, 1) if c.norm == "rms" else Kept(c.hidden_size, 2)
 
 
-def mixer(kind: str, c: ModelConfig, tokens: int) -> Kept:
+def mixer(kind: str, c: ModelConfig, tokens: int, compiled: bool = False) -> Kept:
     """What a mixer keeps for sequences of `tokens` tokens, the input of its maps included."""
     inner = {"attention": _attention, "mla": _mla}.get(kind)
-    return Kept(c.hidden_size) + (_recurrent(kind, c, tokens) if inner is None else inner(c))
+    return Kept(c.hidden_size) + (_recurrent(kind, c, tokens, compiled) if inner is None else inner(c))
 
 
 def _attention(c: ModelConfig) -> Kept:
@@ -80,32 +81,46 @@ def _mla(c: ModelConfig) -> Kept:
     return Kept(values + (2 * heads * value if c.mla_use_output_gate else 0), precise)
 
 
-def _recurrent(kind: str, c: ModelConfig, tokens: int) -> Kept:
+def _recurrent(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> Kept:
     heads, keys, columns = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
-    channels, chunk = conv_channels(c), _chunk_size(tokens, CHUNK)
-    padded = -(-tokens // chunk) * chunk / tokens  # chunks are filled up with zeros
-    out, rates = heads * columns, heads * (keys if kind == "kda" else 1)
-    taps = c.linear_conv_kernel_dim
-    kept = Kept(channels + out)  # what q, k, v are cut from; the input of o_proj
+    channels, out, taps = conv_channels(c), heads * columns, c.linear_conv_kernel_dim
+    kept = Kept(out)  # the input of o_proj
+    if kind != "linear_attention" or c.linear_feature_map in ("elu", "product"):
+        kept += Kept(channels)  # what q, k, v are cut from
     if taps:
         kept += Kept(channels * (tokens + taps - 1) / tokens, channels)
+    kept += Kept(0, _memory(kind, c, tokens, compiled))
+    longer = 1 if compiled else _padding(tokens)  # o is a part of what the chunks wrote
     if kind == "linear_attention":
-        return kept + Kept(0, _chunks(heads, keys, columns + 1, chunk, 1) * padded + heads * (columns + 2))
-    inside = _chunks(heads, keys, columns, chunk, 3) + heads * columns + heads  # with corrections and write strengths
-    kept += Kept(2 * out, inside * padded + heads + 2 * c.linear_num_key_heads + heads)  # o twice in its norm
+        kept += Kept((1 + longer) * out, heads) if c.linear_output_norm else Kept(0, heads * ((columns + 1) * longer + 1))
+        features = {"relu": 2, "product": 4}.get(c.linear_feature_map, 0)
+        return kept + Kept(0, features * c.linear_num_key_heads * keys)
+    kept += Kept((1 + longer) * out, heads + 2 * c.linear_num_key_heads)  # o and its normed form
     if kind == "deltanet":
         return kept
-    kept += Kept(0, 2 * rates + rates * padded)
-    if kind == "kda":
-        kept += Kept(columns)
+    kept += Kept(columns, 2 * heads * keys) if kind == "kda" else Kept(0, 2 * heads)  # the gate's two factors
     if c.linear_output_gate != "none":
         kept += Kept(c.linear_output_gate_rank or 0, (3 if c.linear_output_gate == "silu" else 2) * out)
     return kept
 
 
-def _chunks(heads: int, keys: int, columns: int, chunk: int, matrices: int) -> float:
-    """q, k, v, the matrices and the entering state of every chunk."""
-    return heads * (2 * keys + columns + matrices * chunk + keys * columns / chunk)
+def _memory(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> float:
+    """What the recurrence itself keeps: q, k, v, the gate, write strengths, matrices of chunks, states that entered."""
+    heads, keys, columns = c.linear_num_value_heads, c.linear_key_head_dim, state_columns(c, kind)
+    corrects = kind != "linear_attention"
+    rates = {"kda": keys, "gated_deltanet": 1}.get(kind, 0)
+    inputs = 2 * keys + columns + rates + corrects
+    if compiled:
+        return heads * (inputs + keys * columns * -(-tokens // TILE) / tokens)
+    chunk = _chunk_size(tokens, CHUNK)
+    inside = inputs + (3 * chunk + columns if corrects else chunk) + keys * columns / chunk
+    return heads * (inside * _padding(tokens) + corrects)
+
+
+def _padding(tokens: int) -> float:
+    """Tokens of whole chunks over real ones: the last chunk is filled up with zeros."""
+    chunk = _chunk_size(tokens, CHUNK)
+    return -(-tokens // chunk) * chunk / tokens
 
 
 def mlp(kind: str, c: ModelConfig) -> Kept:
@@ -146,7 +161,7 @@ def sources(c: ModelConfig) -> list[int]:
     return [*counts, blocks + partial]
 
 
-def activations(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: bool = False) -> float:
+def activations(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: bool = False, compiled: bool = False) -> float:
     """Bytes that autograd keeps between forward and backward of one micro-batch, the loss apart."""
     size, counts = batch * tokens, sources(c)
     if recompute:
@@ -156,7 +171,7 @@ def activations(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: 
         return size * kept.num_bytes(dtype) + states + size * _mixing(c, counts[-1:]).num_bytes(dtype) + 8 * size
     kept = norm(c) + _mixing(c, counts) + Kept(0, 0, 1 if c.position != "learned" else 2)
     for kind in c.mixers:
-        kept += norm(c) + mixer(kind, c, tokens)
+        kept += norm(c) + mixer(kind, c, tokens, compiled)
     for kind in c.mlps:
         kept += norm(c) + mlp(kind, c)
     taps = sum(4 * c.linear_conv_kernel_dim * conv_channels(c) for kind in c.mixers if kind in LINEAR_MIXERS)
@@ -174,7 +189,7 @@ def _conv_values(c: ModelConfig) -> int:
     return kinds * max(c.linear_conv_kernel_dim - 1, 0) * conv_channels(c)
 
 
-def working(kind: str, c: ModelConfig, batch: int, tokens: int, dtype: str) -> float:
+def working(kind: str, c: ModelConfig, batch: int, tokens: int, dtype: str, compiled: bool) -> float:
     """Bytes that the backward pass of a mixer or MLP needs at its height beyond what was kept for it.
 
     For attention and MLPs these are gradients of the widest tensors. For recurrent layers they are gradients of q, k, v and
@@ -189,7 +204,7 @@ def working(kind: str, c: ModelConfig, batch: int, tokens: int, dtype: str) -> f
         gated = 0 if kind not in ("gated_deltanet", "kda") or c.linear_output_gate == "none" else 2
         freed = (3 + gated + (c.linear_output_gate == "silu")) * heads * columns
         each = heads * ((6 if kind == "kda" else 4) * keys + 2 * columns) - freed
-        return 4 * (group + size * each)
+        return 4 * ((0 if compiled else group) + size * each)
     inner = {
         "attention": 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim,
         "mla": 3 * c.num_attention_heads * (c.qk_nope_head_dim + c.qk_rope_head_dim),
@@ -199,19 +214,20 @@ def working(kind: str, c: ModelConfig, batch: int, tokens: int, dtype: str) -> f
     return SIZES[dtype] * size * inner.get(kind, 2 * c.intermediate_size)
 
 
-def backward(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: bool) -> float:
+def backward(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: bool, compiled: bool) -> float:
     """Bytes at the height of the backward pass, from the last sublayer down: what is still kept, what the sublayer works
     with, and the gradients made so far."""
     size, made, highest = batch * tokens, 4.0 * c.vocab_size * c.hidden_size, 0.0
-    left = activations(c, batch, tokens, dtype, recompute)
+    left = activations(c, batch, tokens, dtype, recompute, compiled)
     of_layer = [0.0] * c.num_hidden_layers
     for row in weights(c):
         if row.layer is not None:
             of_layer[row.layer] += row.num_bytes(dtype)
     for layer in reversed(range(c.num_hidden_layers)):
-        for kind, kept in ((c.mlps[layer], mlp(c.mlps[layer], c)), (c.mixers[layer], mixer(c.mixers[layer], c, tokens))):
+        mixing = mixer(c.mixers[layer], c, tokens, compiled)
+        for kind, kept in ((c.mlps[layer], mlp(c.mlps[layer], c)), (c.mixers[layer], mixing)):
             here = size * (norm(c) + kept).num_bytes(dtype)
-            now = left + made + working(kind, c, batch, tokens, dtype)
+            now = left + made + working(kind, c, batch, tokens, dtype, compiled)
             highest = max(highest, now + here + size * c.hidden_size * SIZES[dtype] if recompute else now)
             left -= size * c.hidden_size * SIZES[dtype] if recompute else here
         made += of_layer[layer]
@@ -247,7 +263,8 @@ def optimizer_bytes(c: ModelConfig, optimizer: str, dtype: str) -> int:
     for row in weights(c):
         if row.name.endswith("e_score_correction_bias"):
             continue
-        moments = 1 if optimizer == "muon" and _is_muon(row) else 2
+        idle = row.name.startswith("layers.0.mixer_residual.")  # the first site has one source and nothing to weigh
+        moments = 0 if idle else 1 if optimizer == "muon" and _is_muon(row) else 2
         total += row.numel * 4 * (moments + (row.num_bytes(dtype) < 4 * row.numel))
     return total
 
@@ -257,7 +274,7 @@ def _is_muon(row: Weight) -> bool:
         return True
     if row.layer is None or len(row.shape) != 2 or row.component in ("router", "layer vectors"):
         return False
-    return "conv1d" not in row.name and not row.name.endswith(VECTORS)
+    return "conv1d" not in row.name and row.name.split(".")[-2] not in VECTORS
 
 
 def training_memory(
@@ -270,6 +287,7 @@ def training_memory(
     accumulation: int = 1,
     sharding: str = "none",
     num_devices: int = 1,
+    compiled: bool = False,
 ) -> dict[str, float]:
     """Bytes on one device for a micro-batch of `batch` sequences there; `peak` is the largest moment of a step.
 
@@ -284,13 +302,13 @@ def training_memory(
     moments = optimizer_bytes(c, optimizer, dtype) / cut["optimizer"]
     if cut["weights"] > 1:
         held += max(sum(row.num_bytes(dtype) for row in rows if row.layer == layer) for layer in range(c.num_hidden_layers))
-    kept = activations(c, batch, tokens, dtype, recompute)
+    kept = activations(c, batch, tokens, dtype, recompute, compiled)
     kept_by_loss, brief = loss(c, batch, tokens, dtype)
     earlier = gradients if accumulation > 1 else 0.0
     moments_of_step = (
         kept + kept_by_loss + brief + carried(c, batch, tokens, dtype, recompute) + earlier,
         kept + 2 * kept_by_loss + earlier,
-        backward(c, batch, tokens, dtype, recompute) + earlier,
+        backward(c, batch, tokens, dtype, recompute, compiled) + earlier,
         gradients + (2 * gradients if SIZES[dtype] < 4 else 0.0),  # float32 gradients for float32 weights
     )
     parts = {"weights": held, "gradients": gradients, "optimizer": moments, "activations": kept}
