@@ -40,3 +40,37 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
         "rows": others.cpu(peers, lambda line: print(line, flush=True)),
     }
     write_json(out, result)
+
+
+@benchmark.command
+def calibrate(*, out: Path) -> None:
+    """Measure what this machine reaches, for `palimpsest plan --device FILE`. About half a minute; nothing else should run.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    """
+    check_json(out)
+    from palimpsest.calibration import calibrate as measure
+
+    write_json(out, measure())
+    print(f"{out}: give it to `palimpsest plan MODEL --device {out}`")
+
+
+@benchmark.command
+def validate(*, out: Path) -> None:
+    """Calibrate, run decode, prefill and training of three models, and compare with what is planned. Some minutes.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    """
+    check_json(out)
+    from palimpsest import validation
+    from palimpsest.calibration import calibrate as measure
+
+    result = validation.validate(measure())
+    write_json(out, result)
+    print("\n".join(validation.lines(result)))

@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from palimpsest.benchmark_commands import benchmark
 from palimpsest.config import InputError, SamplingConfig, TrainConfig
 from palimpsest.output import Json, check_json, write_json
+from palimpsest.plan.command import plan
 
 app = cyclopts.App(
     name="palimpsest",
@@ -298,6 +299,7 @@ def convert(
 
 
 app.command(benchmark)
+app.command(plan)
 
 
 @app.command

@@ -111,15 +111,8 @@ class Layout:
     @classmethod
     def read(cls, config: dict[str, Any], names: Iterable[str]) -> Self:
         """The layout that a config.json describes; `names` of tensors say whether experts are packed."""
+        family, model = read_config(config)
         text = config.get("text_config", config)
-        family = _recognise(text)
-        if text is not config:
-            family.check_outer(config)
-        try:
-            fields = family.read(text)
-        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            raise InputError(f"config.json: a value is not of the kind that its key wants ({error})") from None
-        model = ModelConfig.from_dict(fields, "config.json")
         packed = any(name.endswith(".weight_packed") for name in names)
         family.check_quantization(text.get("quantization_config"), packed)
         return cls(family, model, packed)
@@ -210,6 +203,19 @@ def _refuse_surplus(names: Set[str], where: str = "") -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise InputError(f"{where}tensor {min(names)!r}{more} has no place in this model; another configuration may fit")
+
+
+def read_config(config: dict[str, Any]) -> tuple[Family, ModelConfig]:
+    """The family and the configuration that a config.json describes, tensors apart. Raises InputError where it is not read."""
+    text = config.get("text_config", config)
+    family = _recognise(text)
+    if text is not config:
+        family.check_outer(config)
+    try:
+        fields = family.read(text)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InputError(f"config.json: a value is not of the kind that its key wants ({error})") from None
+    return family, ModelConfig.from_dict(fields, "config.json")
 
 
 def _recognise(text: Mapping[str, Any]) -> Family:
