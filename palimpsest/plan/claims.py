@@ -99,7 +99,8 @@ def _speed() -> list[dict[str, Any]]:
     why = "two printed times divided; 6.24 is printed as 6.3"
     rows = [_row("kimi-linear-48b: 11.48 ms over 1.84 ms a token at 1M", KIMI_LINEAR, 11.48 / 1.84, 6.3, why)]
     why = "a limit: with equal memory full of caches the gain is the ratio of their bytes; the print needs another cause"
-    rows.append(_row("kimi-linear-48b: gain a token at 1M, each at its largest batch", KIMI_LINEAR, bound, 11.48 / 1.84, why, "ours"))
+    gain = "kimi-linear-48b: gain a token at 1M, each at its largest batch"
+    rows.append(_row(gain, KIMI_LINEAR, bound, 11.48 / 1.84, why, "ours"))
     for context, printed in ((MILLION // 2, 5.7), (MILLION // 4, 4.8)):
         claim = f"kimi-linear-48b: the same at {tokens_text(context)}"
         rows.append(_row(claim, KIMI_LINEAR, memory_bound_gain(context), printed, "as above", "ours"))
@@ -154,5 +155,3 @@ def _size() -> list[dict[str, Any]]:
     rows.append(_row("the same from rounded sizes", "an article's headline", 2.8e12 / 1.24e8, 22_580, "2.8 T over 124 M"))
     rows.append(_row("kimi-k3: active parameters (10^9)", K3, k3["active"] / 1e9, 104.2, "no token table, the head once"))
     return rows
-
-

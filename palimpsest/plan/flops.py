@@ -22,7 +22,13 @@ Flops = dict[str, int]  # by kind: linear, experts, attention, recurrence, head
 
 
 def forward(
-    config: ModelConfig, batch: int, tokens: int, past: int = 0, logits: int | None = None, chunk: int = 64, tile: int | None = None
+    config: ModelConfig,
+    batch: int,
+    tokens: int,
+    past: int = 0,
+    logits: int | None = None,
+    chunk: int = 64,
+    tile: int | None = None,
 ) -> Flops:
     """A pass over `tokens` new tokens behind `past` held ones, for each of `batch` sequences.
 

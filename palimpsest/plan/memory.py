@@ -1,8 +1,8 @@
 """Bytes that a sequence carries from token to token, as `State.num_bytes` counts them.
 
-    attention    2 Hkv d values a token                MLA   R + r values a token
-    recurrent    HV K V float32 a sequence (linear attention one column more)
-    convolution  (W - 1)(2 H K + HV V) values a sequence
+attention    2 Hkv d values a token                MLA   R + r values a token
+recurrent    HV K V float32 a sequence (linear attention one column more)
+convolution  (W - 1)(2 H K + HV V) values a sequence
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ def _page(plans: Sequence[Plan], swept: Sequence[dict[str, Any]], claims: Sequen
     body = [f"<header><h1>{escaped(title)}</h1></header>", "<main>"]
     for plan in plans:
         content = _rows(table.heading(plan), ["question", "answer"], table.facts(plan))
-        body.append(f'<section><h2>{escaped(plan.name)}</h2>{content}<p class="machine">{escaped(table.source(plan))}</p></section>')
+        source = f'<p class="machine">{escaped(table.source(plan))}</p>'
+        body.append(f"<section><h2>{escaped(plan.name)}</h2>{content}{source}</section>")
     body += [_plot(plans, swept, *question) for question in QUESTIONS if swept]
     if claims:
         cells = [
@@ -60,7 +61,9 @@ def _page(plans: Sequence[Plan], swept: Sequence[dict[str, Any]], claims: Sequen
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escaped(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n"
+        f"<title>{escaped(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
     )
 
 

@@ -32,7 +32,10 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("on each device", f"{bytes_text(held['device_bytes'])}, {'fits' if held['fits'] else 'does not fit'}"),
         ("largest batch at this context", f"{held['largest_batch']:,}"),
         ("largest context at this batch", "any" if limit is None else tokens_text(limit)),
-        ("decode", f"{count_text(times['decode_tokens_per_s'])} tokens/s, {seconds_text(step['total'])} a step ({_shares(step)})"),
+        (
+            "decode",
+            f"{count_text(times['decode_tokens_per_s'])} tokens/s, {seconds_text(step['total'])} a step ({_shares(step)})",
+        ),
         ("first token", f"{seconds_text(first['total'])} ({_shares(first)})"),
         ("training", f"{count_text(times['training_tokens_per_s'])} tokens/s"),
         ("  memory on each device", f"{bytes_text(train['peak'])} at its peak ({_training_shares(train)})"),
@@ -150,6 +153,7 @@ def claims(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         lines += wrap(f"{row['claim']} ({row['source']})", WIDTH)
-        figures = f"ours {row['predicted']:,.5g}, published {row['published']:,.5g}, gap {100 * row['gap']:+.1f} %: {row['verdict']}"
+        figures = f"ours {row['predicted']:,.5g}, published {row['published']:,.5g}"
+        figures += f", gap {100 * row['gap']:+.1f} %: {row['verdict']}"
         lines += wrap(f"{figures}. {row['why']}.", WIDTH, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)

@@ -163,7 +163,9 @@ def calls(c: ModelConfig) -> int:
     return total + sum(6 + 6 * count for count in sources(c) if count > 1)
 
 
-def _measured(c: ModelConfig, dtype: str, rates: dict[str, Any], batch: int, tokens: int, past: int, logits: int) -> dict[str, float]:
+def _measured(
+    c: ModelConfig, dtype: str, rates: dict[str, Any], batch: int, tokens: int, past: int, logits: int
+) -> dict[str, float]:
     ops = flops.forward(c, batch, tokens, past, logits)
     rows = batch * tokens
     parts = {"linear": ops["linear"] / linear_rate(rates, rows) + ops["head"] / linear_rate(rates, batch * logits)}
