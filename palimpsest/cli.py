@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ app = cyclopts.App(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
-    _keep_memory()
     try:
         status = app(
             list(sys.argv[1:] if argv is None else argv), exit_on_error=False, print_error=False, result_action="return_value"
@@ -48,22 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, TrainingFailed):
             return _complain(error, 1)
         raise
-
-
-def _keep_memory() -> None:
-    """Lets glibc keep what is freed: tensors of one size come and go at every step, and fresh pages cost more than the work.
-
-    Without it a step that returns a new state of 64 MiB spends three quarters of its time on page faults.
-    """
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        for setting, value in (
-            (-3, 2**31 - 1),
-            (-1, 2**31 - 1),
-            (-2, 1 << 28),
-        ):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD
-            ctypes.CDLL(None).mallopt(setting, value)
 
 
 def _complain(error: object, status: int) -> int:

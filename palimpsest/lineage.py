@@ -23,6 +23,7 @@ from palimpsest.checkpoint import read_json, write_json
 from palimpsest.config import InputError, ModelConfig, suggestion
 from palimpsest.corpus import CONTEXT, Corpus
 from palimpsest.model import Model
+from palimpsest.progress import keep_memory
 from palimpsest.stages import STAGES, Stage, config_for
 from palimpsest.trial import BATCH, RecallTraining, build, measure, say, train_config, trainer_for
 
@@ -55,6 +56,7 @@ def run(
         "format": 1,
     }
     _claim(out, settings, fresh)
+    keep_memory()
     began = time.perf_counter()
     corpus.tokenize(out / "tokenizer")
     plan = _plan(out / "plan.json", chosen, corpus, minutes, seed)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.model import Model
+from palimpsest.progress import keep_memory
 
 Row = dict[str, Any]
 Run = Callable[[], Any]
@@ -44,6 +45,7 @@ def medians(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float
 def cpu(peers: bool, say: Callable[[str], None]) -> list[Row]:
     """Every table of the CPU benchmark. With `peers`, transformers runs beside us where it is installed."""
     has_transformers = peers and importlib.util.find_spec("transformers") is not None
+    keep_memory()
     rows: list[Row] = []
     for measure in (forward, backward, step, packed, long_sequence, decode, training):
         for row in measure(has_transformers):

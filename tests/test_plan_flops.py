@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import palimpsest as pal
+from palimpsest import ops
 from palimpsest.ops.chunked import _tile
 from palimpsest.plan import flops
 from tests.conftest import TINY, make_ids
@@ -95,7 +96,7 @@ def test_strong_decay_needs_the_tiles_that_are_said(chunk: int, decay: float) ->
     tile = _tile(g[0, :chunk].transpose(0, 1).cumsum(-2))
     leaves = [x.requires_grad_() for x in (q, k, v, g, beta)]
     with counting() as counter:
-        o, _ = pal.ops.kda(*leaves, chunk_size=chunk)
+        o, _ = ops.kda(*leaves, chunk_size=chunk)
         forward = counter.get_total_flops()
         o.sum().backward()
     assert forward == flops.recurrence(config, "kda", 100, chunk, tile)
