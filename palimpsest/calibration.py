@@ -18,6 +18,7 @@ from palimpsest.model import Model
 from palimpsest.plan import flops
 from palimpsest.plan.devices import FORMAT
 from palimpsest.plan.times import form_of_mixer, form_of_mlp, forms
+from palimpsest.progress import keep_memory
 from palimpsest.state import Segments
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
@@ -36,6 +37,7 @@ TINY += ("kimi-linear-tiny", "hybrid-latent-moe-tiny")
 
 def calibrate() -> dict[str, Any]:
     """A calibration: operations or bytes a second by kind of work, fixed seconds of every sublayer, and the machine."""
+    keep_memory()
     torch.manual_seed(0)
     with torch.no_grad():
         found: dict[str, Any] = {
@@ -145,7 +147,8 @@ def fixed() -> dict[str, float]:
         ids = torch.ones(1, 1, dtype=torch.long)
         state = model(ids).state
         x, segments = torch.randn(1, 1, config.hidden_size), Segments((1,), (1,), None, CPU)
-        for index, (block, held) in enumerate(zip(list(model.layers), state.layers, strict=True)):
+        blocks: list[Any] = list(model.layers)
+        for index, (block, held) in enumerate(zip(blocks, state.layers, strict=True)):
             mixer, mlp = form_of_mixer(config, config.mixers[index]), form_of_mlp(config, config.mlps[index])
             if mixer not in found:
                 found[mixer] = _brief(lambda b=block, h=held, y=x, s=segments: b.mixer(y, h, s))

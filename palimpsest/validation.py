@@ -14,6 +14,7 @@ from palimpsest.model import Model
 from palimpsest.optim import make_optimizer
 from palimpsest.plan import times
 from palimpsest.plan.devices import Device, calibrated
+from palimpsest.progress import keep_memory
 from palimpsest.train import backward
 
 ONE = times.Cut(1, 1)
@@ -39,6 +40,7 @@ RUNS = (
 
 def validate(calibration: dict[str, Any], runs: tuple[Run, ...] = RUNS, repeats: int = 5) -> dict[str, Any]:
     """Rows of predicted and measured seconds with their relative error, the median of its size, and the calibration used."""
+    keep_memory()
     device = calibrated(calibration, "calibration")
     rows = []
     for preset in dict.fromkeys(run.preset for run in runs):

@@ -63,7 +63,8 @@ def peak_bytes(model: pal.Model, batch: int, tokens: int, optimizer: str, accumu
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         step()
     assert recorded.profiler is not None and recorded.profiler.kineto_results is not None
-    for event in recorded.profiler.kineto_results.events():
+    events: list[Any] = recorded.profiler.kineto_results.events()
+    for event in events:
         if event.name() == "[memory]":
             now += event.nbytes()
             peak = max(peak, now)
