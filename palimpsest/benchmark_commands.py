@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
@@ -28,23 +28,28 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
         Also run what transformers has for the same work, in the same process.
     """
     check_json(out)
-    from palimpsest import __version__, benchmark, lineage
     from palimpsest import peers as others
 
-    result = {
+    write_json(out, {**_about(), "rows": others.cpu(peers, lambda line: print(line, flush=True))})
+
+
+def _about() -> dict[str, Any]:
+    """Where and when the figures of this process were measured."""
+    from palimpsest import __version__, lineage
+    from palimpsest.benchmark import machine
+
+    return {
         "version": __version__,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["palimpsest", *sys.argv[1:]]),
         "commit": lineage.commit(),
-        "machine": benchmark.machine(),
-        "rows": others.cpu(peers, lambda line: print(line, flush=True)),
+        "machine": machine(),
     }
-    write_json(out, result)
 
 
 @benchmark.command
 def calibrate(*, out: Path) -> None:
-    """Measure what this machine reaches, for `palimpsest plan --device FILE`. About half a minute; nothing else should run.
+    """Measure what this machine reaches, for `palimpsest plan --device FILE`. Half a minute; nothing else should run.
 
     Parameters
     ----------
@@ -54,13 +59,13 @@ def calibrate(*, out: Path) -> None:
     check_json(out)
     from palimpsest.calibration import calibrate as measure
 
-    write_json(out, measure())
+    write_json(out, {**_about(), **measure()})
     print(f"{out}: give it to `palimpsest plan MODEL --device {out}`")
 
 
 @benchmark.command
 def validate(*, out: Path) -> None:
-    """Calibrate, run decode, prefill and training of three models, and compare with what is planned. Some minutes.
+    """Calibrate, run decode, prefill and training of three models, and compare with what is planned. Two minutes.
 
     Parameters
     ----------
@@ -72,5 +77,5 @@ def validate(*, out: Path) -> None:
     from palimpsest.calibration import calibrate as measure
 
     result = validation.validate(measure())
-    write_json(out, result)
+    write_json(out, {**_about(), **result})
     print("\n".join(validation.lines(result)))

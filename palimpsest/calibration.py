@@ -15,6 +15,7 @@ from palimpsest.config import ModelConfig
 from palimpsest.mixers import MLA
 from palimpsest.mixers.attention import causal_attention
 from palimpsest.model import Model
+from palimpsest.moe import Experts
 from palimpsest.plan import flops
 from palimpsest.plan.devices import FORMAT
 from palimpsest.plan.times import form_of_mixer, form_of_mlp, forms
@@ -22,6 +23,7 @@ from palimpsest.progress import keep_memory
 from palimpsest.state import Segments
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
+LONG = (128, 512, 2048)  # of training
 CPU = torch.device("cpu")
 Op = Callable[..., tuple[Tensor, Tensor]]
 OPS: dict[str, Op] = {
@@ -42,6 +44,8 @@ def calibrate() -> dict[str, Any]:
     with torch.no_grad():
         found: dict[str, Any] = {
             "linear": [[rows, linear(rows)] for rows in ROWS],
+            "head": [[rows, head(rows)] for rows in ROWS[:-1]],
+            "experts": sorted(experts(tokens) for tokens in ROWS),
             "attention": attention(False),
             "cache": {"attention": cache(), "mla": latent_cache()},
             "chunks": {kind: recurrence(kind, 1024) for kind in OPS},
@@ -49,24 +53,62 @@ def calibrate() -> dict[str, Any]:
             "bytes_per_s": elementwise(),
             "fixed_s": fixed(),
         }
+    found["linear_training"] = [[rows, linear(rows, True)] for rows in LONG]
+    found["head_training"] = head(LONG[1], True)
+    found["experts_training"] = sorted(experts(tokens, True) for tokens in LONG)
     found["attention_training"] = attention(True)
     found["chunks_training"] = {kind: recurrence(kind, 1024, training=True) for kind in OPS}
     facts = machine()
     backend = ops.choose(1024, CPU)[0]
-    head = {"calibration": FORMAT, "dtype": "f32", "backend": backend, "memory_bytes": facts["memory_bytes"]}
-    return {**head, "machine": facts, **found}
+    about = {"calibration": FORMAT, "dtype": "f32", "backend": backend, "memory_bytes": facts["memory_bytes"]}
+    return {**about, "machine": facts, **found}
 
 
-def linear(rows: int) -> float:
+def linear(rows: int, training: bool = False) -> float:
     """Operations a second of x [rows,768] against matrices [3072,768]: for few rows so many that no cache holds them."""
-    stack = torch.randn(32 if rows <= 32 else 4, 3072, 768)
-    x = torch.randn(rows, 768)
+    stack = [torch.randn(3072, 768, requires_grad=training) for _ in range(32 if rows <= 32 else 4)]
+    x = torch.randn(rows, 768, requires_grad=training)
 
     def run() -> None:
         for weight in stack:
+            y = F.linear(x, weight)
+            if training:
+                torch.autograd.grad(y, [x, weight], y.detach())
+
+    return (3 if training else 1) * 2 * rows * len(stack) * 3072 * 768 / median_seconds(run, 5)
+
+
+def head(rows: int, training: bool = False) -> float:
+    """Operations a second of logits over 32,768 words from x [rows,768]; in training of their loss and its gradients."""
+    weight, x = torch.randn(32768, 768, requires_grad=training), torch.randn(rows, 768, requires_grad=training)
+    targets = torch.zeros(rows, dtype=torch.long)
+
+    def run() -> None:
+        if training:
+            ops.linear_cross_entropy(x, weight, targets).backward()
+        else:
             F.linear(x, weight)
 
-    return 2 * rows * stack.numel() / median_seconds(run, 5)
+    return (3 if training else 1) * 2 * rows * weight.numel() / median_seconds(run, 5)
+
+
+def experts(tokens: int, training: bool = False) -> list[float]:
+    """[rows an expert, operations a second] of 2 of 8 experts 256 wide at width 512, in layers enough to fill no cache."""
+    config = ModelConfig.preset("kimi-linear-65m")
+    layers = [Experts(config) for _ in range(6)]
+    choice = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
+    x, weights = torch.randn(tokens, 512, requires_grad=training), torch.full((tokens, 2), 0.5)
+    for layer in layers:
+        layer.requires_grad_(training)
+
+    def run() -> None:
+        for layer in layers:
+            y = layer(x, choice, weights)
+            if training:
+                torch.autograd.grad(y, [x, *layer.parameters()], y.detach())
+
+    work = (3 if training else 1) * len(layers) * 6 * 2 * tokens * 256 * 512
+    return [2 * tokens / len(choice.unique()), work / median_seconds(run, 5)]
 
 
 def attention(training: bool) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 from palimpsest.config import InputError, suggestion
 
 FORMAT = 1  # of a calibration
-KEYS = ("backend", "linear", "attention", "attention_training", "cache", "chunks", "chunks_training", "steps", "fixed_s")
-KEYS += ("bytes_per_s", "memory_bytes")
+# A calibration's fields: rates by number of rows as [[rows, operations a second], ...], and single numbers or tables of them.
+CURVES = ("linear", "linear_training", "head", "experts", "experts_training")
+KEYS = (*CURVES, "head_training", "attention", "attention_training", "cache", "chunks", "chunks_training", "steps", "fixed_s")
+KEYS += ("backend", "bytes_per_s", "memory_bytes")
 EFFICIENCY = 0.6  # of the peak, for large products: what well-tuned training and prefill reach
 BANDWIDTH_EFFICIENCY = 0.8  # of the peak, for reads of weights and caches
 
@@ -85,11 +88,9 @@ def calibrated(values: Any, source: str) -> Device:
     return Device("calibrated", peak, values["bytes_per_s"], memory, nothing, 1, nothing, source, values)
 
 
-def linear_rate(measured: dict[str, Any], rows: float) -> float:
-    """Operations a second of a linear map with so many rows: between measured points on a logarithmic scale."""
-    points = measured["linear"]
-    sizes = [size for size, _ in points]
-    place = bisect_left(sizes, rows)
+def rate_of(points: Sequence[Sequence[float]], rows: float) -> float:
+    """Operations a second with so many rows: between measured points [rows, rate] on logarithmic scales, flat outside."""
+    place = bisect_left([size for size, _ in points], rows)
     if place == 0 or place == len(points):
         return points[min(place, len(points) - 1)][1]
     (low, slow), (high, fast) = points[place - 1], points[place]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from palimpsest.config import LINEAR_MIXERS, ModelConfig
 from palimpsest.plan import flops
 from palimpsest.plan.counts import SIZES, weights
-from palimpsest.plan.devices import BANDWIDTH_EFFICIENCY, EFFICIENCY, Device, linear_rate
+from palimpsest.plan.devices import BANDWIDTH_EFFICIENCY, EFFICIENCY, Device, rate_of
 from palimpsest.plan.memory import conv_bytes, kv_bytes_per_token, kv_values, recurrent_bytes, recurrent_values
 from palimpsest.plan.training import activations, sources
 
@@ -169,9 +169,11 @@ def _measured(
     c: ModelConfig, dtype: str, rates: dict[str, Any], batch: int, tokens: int, past: int, logits: int
 ) -> dict[str, float]:
     ops, rows = flops.forward(c, batch, tokens, past, logits), batch * tokens
-    parts = {"linear": ops["linear"] / linear_rate(rates, rows) + ops["head"] / linear_rate(rates, batch * logits)}
+    parts = {"linear": ops["linear"] / rate_of(rates["linear"], rows)}
+    if logits:
+        parts["head"] = ops["head"] / rate_of(rates["head"], batch * logits)
     if ops["experts"]:
-        parts["experts"] = ops["experts"] / linear_rate(rates, _rows_of_expert(c, rows))
+        parts["experts"] = ops["experts"] / rate_of(rates["experts"], _rows_of_expert(c, rows))
     if ops["attention"] and tokens > 1:
         parts["attention"] = causal(ops["attention"], tokens, past) / rates["attention"]
     elif ops["attention"]:
@@ -224,13 +226,14 @@ def _measured_training(
 ) -> dict[str, float]:
     rows, again = batch * tokens, 4 / 3 if recompute else 1
     done = {
-        "linear": (ops["linear"] + ops["head"]) / linear_rate(rates, rows),
+        "linear": ops["linear"] / rate_of(rates["linear_training"], rows),
+        "head": ops["head"] / rates["head_training"],
         "attention": causal(ops["attention"], tokens, 0) / rates["attention_training"],
         "elementwise": 3 * again * MOVED * _activations(c, rates, batch, tokens) / rates["bytes_per_s"],
         "calls": 3 * again * fixed_seconds(c, rates),
     }
     if ops["experts"]:
-        done["experts"] = ops["experts"] / linear_rate(rates, _rows_of_expert(c, rows))
+        done["experts"] = ops["experts"] / rate_of(rates["experts_training"], _rows_of_expert(c, rows))
     for kind in c.mixers:
         if kind in LINEAR_MIXERS:
             work = flops.recurrence(c, kind, tokens) + flops.recurrence_backward(c, kind, tokens)
