@@ -57,7 +57,7 @@ def validate(calibration: dict[str, Any], runs: tuple[Run, ...] = RUNS, repeats:
 def predict(config: ModelConfig, run: Run, device: Device) -> float:
     """Seconds of one run."""
     if run.work == "training":
-        return times.training_seconds(config, "f32", device, ONE, run.batch, run.context, False, 1)["total"]
+        return times.training_seconds(config, device, ONE, run.batch, run.context)["total"]
     new, past = (1, run.context) if run.work == "decode" else (run.context, 0)
     return times.pass_seconds(config, "f32", device, ONE, run.batch, new, past, 1)["total"]
 

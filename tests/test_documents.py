@@ -25,10 +25,16 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"gpt2", "gpt2-bf16", "deltanet", "k3", "llama.gguf"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_commands_parse() -> None:
+def test_plan() -> None:
+    (code,) = blocks("plan.md", "python")
+    exec(compile(code, "plan.md", "exec"), {})
+
+
+@pytest.mark.parametrize("name", ["checkpoints.md", "plan.md"])
+def test_commands_parse(name: str) -> None:
     from palimpsest.cli import app
 
-    lines = [line for block in blocks("checkpoints.md", "sh") for line in block.splitlines()]
+    lines = [line for block in blocks(name, "sh") for line in block.splitlines()]
     assert len(lines) >= 3
     for line in lines:
-        app.parse_args(shlex.split(line)[1:], print_error=False, exit_on_error=False)
+        app.parse_args(shlex.split(line, comments=True)[1:], print_error=False, exit_on_error=False)

@@ -38,6 +38,7 @@ class Plan:
     recompute: bool
     accumulation: int
     sharding: str
+    chunk: int  # tokens that a recurrent layer works on together
 
     @property
     def cut(self) -> times.Cut:
@@ -62,19 +63,29 @@ class Plan:
 
     def flops(self) -> dict[str, flops.Flops]:
         """Of reading the context, of one more token, and of one training micro-batch; masked scores included."""
-        size = self.batch, self.context
+        config, size, chunk = self.config, (self.batch, self.context), self.chunk
         return {
-            "prefill": flops.forward(self.config, *size, 0, 1),
-            "decode": flops.forward(self.config, self.batch, 1, max(self.context - 1, 0), 1),
-            "training": flops.training(self.config, *size, recompute=self.recompute),
+            "prefill": flops.forward(config, *size, 0, 1, chunk),
+            "decode": flops.forward(config, self.batch, 1, max(self.context - 1, 0), 1),
+            "training": flops.training(config, *size, chunk, recompute=self.recompute),
+        }
+
+    def traffic(self) -> dict[str, dict[str, float]]:
+        """Bytes that each device moves, at the least, to read the context and for one more token."""
+        common = self.config, self.dtype, self.cut, self.batch
+        return {
+            "prefill": times.traffic(*common, self.context, 0),
+            "decode": times.traffic(*common, 1, max(self.context - 1, 0)),
         }
 
     def times(self) -> dict[str, Any]:
         """Seconds: one decode step of the batch, the first token of one sequence, one optimiser step."""
-        common = self.config, self.dtype, self.device, self.cut
+        where = self.device, self.cut
+        common = self.config, self.dtype, *where
         step = times.pass_seconds(*common, self.batch, 1, max(self.context - 1, 0), 1)
-        first = times.pass_seconds(*common, 1, self.context, 0, 1)
-        train = times.training_seconds(*common, self.batch, self.context, self.recompute, self.accumulation)
+        first = times.pass_seconds(*common, 1, self.context, 0, 1, self.chunk)
+        how = self.recompute, self.accumulation, self.chunk
+        train = times.training_seconds(self.config, *where, self.batch, self.context, *how)
         return {
             "decode_step_s": step,
             "decode_tokens_per_s": self.batch / step["total"],
@@ -93,7 +104,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, ready for JSON."""
-        settings = ("context", "batch", "num_devices", "optimizer", "recompute", "accumulation", "sharding")
+        settings = ("context", "batch", "num_devices", "optimizer", "recompute", "accumulation", "sharding", "chunk")
         return {
             "model": self.name,
             "dtype": self.dtype,
@@ -104,6 +115,7 @@ class Plan:
             "memory": self.memory(),
             "training_bytes": self.training(),
             "flops": self.flops(),
+            "traffic_bytes": self.traffic(),
             "times": self.times(),
             "crossover_tokens": {
                 "recurrent": memory.crossover_tokens(self.config),
@@ -130,12 +142,14 @@ def plan(
     recompute: bool = False,
     accumulation: int = 1,
     sharding: str = "none",
+    chunk: int = 64,
 ) -> Plan:
     """The plan of a preset, a config.json (ours or published) or a ModelConfig.
 
     `context` in tokens (1_048_576 or "1M"); `device` a name of `devices.TABLE` or a calibration file; `dtype` f32, bf16, f16
     or mxfp4, by default as the model is published (f32 on a calibrated machine); `sharding` what training cuts over the
-    devices: none, optimizer, gradients, weights. Raises InputError, one line, for whatever cannot be planned.
+    devices: none, optimizer, gradients, weights; `chunk` tokens of a chunk, rounded up to a power of two.
+    Raises InputError, one line, for whatever cannot be planned.
     """
     name, config, published = model_of(model)
     where = device_of(device)
@@ -153,13 +167,15 @@ def plan(
     for field, value in (("batch", batch), ("num_devices", num_devices), ("accumulation", accumulation)):
         if type(value) is not int or not 1 <= value <= 10**9:
             raise InputError(f"plan: {field} is {value!r}; it must be a whole number from 1 to a billion")
+    if type(chunk) is not int or not 1 <= chunk <= 256:
+        raise InputError(f"plan: chunk is {chunk!r}; it must be a whole number in 1..256")
     if where.measured is not None and num_devices > 1:
         raise InputError(f"plan: num_devices is {num_devices}; a calibration is of one machine, so leave it at 1")
     length = tokens("context", context)
     if config.position == "learned" and length > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise InputError(f"plan: context is {length}; {name}'s position table ends at {limit}: give that or less")
-    how = optimizer, recompute, accumulation, sharding
+    how = optimizer, recompute, accumulation, sharding, chunk
     return Plan(name, config, chosen, length, batch, where, num_devices, *how)
 
 

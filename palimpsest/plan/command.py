@@ -29,6 +29,7 @@ def plan(
     recompute: Annotated[bool, Parameter(negative="")] = False,
     accumulation: int = 1,
     sharding: str = "none",
+    chunk: int = 64,
     compare: str | None = None,
     sweep: str | None = None,
     fit: str | None = None,
@@ -60,6 +61,8 @@ def plan(
         Micro-batches of a training step.
     sharding
         What training cuts over the devices: none, optimizer, gradients, weights.
+    chunk
+        Tokens that a recurrent layer works on together, 1 to 256.
     compare
         More models, separated by commas, side by side.
     sweep
@@ -75,7 +78,13 @@ def plan(
     if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
         raise InputError(f"--html {html}: not a file name in an existing folder")
     settings: dict[str, Any] = {"batch": batch, "device": device, "num_devices": devices, "dtype": dtype}
-    settings |= {"optimizer": optimizer, "recompute": recompute, "accumulation": accumulation, "sharding": sharding}
+    settings |= {
+        "optimizer": optimizer,
+        "recompute": recompute,
+        "accumulation": accumulation,
+        "sharding": sharding,
+        "chunk": chunk,
+    }
     settings |= {} if context is None else {"context": context}
     write_json(json, answer(model, compare, sweep, fit, claims, html, settings))
 

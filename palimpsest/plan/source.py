@@ -59,5 +59,5 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not valid JSON ({error}); give a config.json") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}: it holds no table of fields; give a config.json")
-    # Our model folders keep the configuration beside its format.
-    return document["model"] if isinstance(document.get("model"), dict) else document
+    document.pop("format", None)  # of our model folders
+    return document

@@ -18,6 +18,8 @@ WIDTH = 100
 def facts(plan: Plan) -> list[tuple[str, str]]:
     """What a plan answers, line by line: (question, answer)."""
     numbers, held, times, train = parameters(plan.config), plan.memory(), plan.times(), plan.training()
+    work = {kind: sum(each.values()) for kind, each in plan.flops().items()}
+    read = plan.batch * plan.context
     states, step, first = held["state_bytes"], times["decode_step_s"], times["first_token_s"]
     limit = held["largest_context"]
     rows = [
@@ -32,6 +34,11 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("on each device", f"{bytes_text(held['device_bytes'])}, {'fits' if held['fits'] else 'does not fit'}"),
         ("largest batch at this context", f"{held['largest_batch']:,}"),
         ("largest context at this batch", "any" if limit is None else tokens_text(limit)),
+        (
+            "operations a token",
+            f"{count_text(work['prefill'] / read)} to read, {count_text(work['decode'] / plan.batch)} to write",
+        ),
+        ("  in training", count_text(work["training"] / read)),
         (
             "decode",
             f"{count_text(times['decode_tokens_per_s'])} tokens/s, {seconds_text(step['total'])} a step ({_shares(step)})",

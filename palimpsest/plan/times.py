@@ -93,33 +93,52 @@ def touched(config: ModelConfig, tokens: float) -> float:
 
 
 def pass_seconds(
-    config: ModelConfig, dtype: str, device: Device, cut: Cut, batch: int, tokens: int, past: int, logits: int
+    config: ModelConfig,
+    dtype: str,
+    device: Device,
+    cut: Cut,
+    batch: int,
+    tokens: int,
+    past: int,
+    logits: int,
+    chunk: int = 64,
 ) -> dict[str, float]:
-    """Seconds of one forward pass by kind of work, and `total`; `logits` rows of each sequence go through the head."""
+    """Seconds of one forward pass by kind of work, and `total`; `logits` rows of each sequence go through the head. A
+    calibration was measured with the chunks that run on its machine; `chunk` does not change its times."""
     if device.measured is not None:
         parts = _measured(config, dtype, device.measured, batch, tokens, past, logits)
     else:
-        parts = _roofline(config, dtype, device, cut, batch, tokens, past, logits)
+        parts = _roofline(config, dtype, device, cut, batch, tokens, past, logits, chunk)
     return {**parts, "total": sum(parts.values())}
 
 
 def _roofline(
-    c: ModelConfig, dtype: str, device: Device, cut: Cut, batch: int, tokens: int, past: int, logits: int
+    c: ModelConfig, dtype: str, device: Device, cut: Cut, batch: int, tokens: int, past: int, logits: int, chunk: int
 ) -> dict[str, float]:
     peak, bandwidth = device.flops_per_s * EFFICIENCY, device.bytes_per_s * BANDWIDTH_EFFICIENCY
     mine = -(-batch // cut.groups)  # sequences of one group
-    ops, here = flops.forward(c, mine, tokens, past, logits), held(c, dtype, cut)
-    table = 0 if c.tie_word_embeddings else SIZES[dtype] * c.vocab_size * c.hidden_size / cut.tensor
-    states = 2 * mine * here.fixed
-    reads = mine * (past + tokens) * here.kv_per_token
-    kinds = {
-        "linear": ((ops["linear"] + ops["head"]) / cut.tensor, here.trunk - table),
-        "experts": (ops["experts"] * cut.groups / cut.devices, here.experts * touched(c, batch * tokens)),
-        "attention": (causal(ops["attention"], tokens, past) / cut.tensor, reads),
-        "recurrence": (ops["recurrence"] / cut.tensor, states),
+    ops, moved = flops.forward(c, mine, tokens, past, logits, chunk), traffic(c, dtype, cut, batch, tokens, past)
+    work = {
+        "linear": (ops["linear"] + ops["head"]) / cut.tensor,
+        "experts": ops["experts"] * cut.groups / cut.devices,
+        "attention": causal(ops["attention"], tokens, past) / cut.tensor,
+        "recurrence": ops["recurrence"] / cut.tensor,
     }
-    parts = {kind: max(work / peak, moved / bandwidth) for kind, (work, moved) in kinds.items()}
+    parts = {kind: max(value / peak, moved[kind] / bandwidth) for kind, value in work.items()}
     return {**parts, "communication": communication(c, device, cut, mine * tokens)}
+
+
+def traffic(c: ModelConfig, dtype: str, cut: Cut, batch: int, tokens: int, past: int) -> dict[str, float]:
+    """Bytes that a pass moves on each device, by the work that moves them: weights (of a table only the rows looked up, which
+    are not counted), experts that some token chose, keys and values or latents, states read and written."""
+    mine, here = -(-batch // cut.groups), held(c, dtype, cut)
+    table = 0 if c.tie_word_embeddings else SIZES[dtype] * c.vocab_size * c.hidden_size / cut.tensor
+    return {
+        "linear": here.trunk - table,
+        "experts": here.experts * touched(c, batch * tokens) if here.experts else 0.0,
+        "attention": mine * (past + tokens) * here.kv_per_token,
+        "recurrence": 2 * mine * here.fixed,
+    }
 
 
 def causal(scores: float, tokens: int, past: int) -> float:
@@ -202,10 +221,17 @@ def _recurrence(c: ModelConfig, kind: str, rates: dict[str, Any], batch: int, to
 
 
 def training_seconds(
-    c: ModelConfig, dtype: str, device: Device, cut: Cut, batch: int, tokens: int, recompute: bool, accumulation: int
+    c: ModelConfig,
+    device: Device,
+    cut: Cut,
+    batch: int,
+    tokens: int,
+    recompute: bool = False,
+    accumulation: int = 1,
+    chunk: int = 64,
 ) -> dict[str, float]:
     """Seconds of one optimiser step by kind, and `total`. `batch`: sequences of a micro-batch over all devices."""
-    ops = flops.training(c, batch, tokens, recompute=recompute)
+    ops = flops.training(c, batch, tokens, chunk, recompute=recompute)
     count = sum(row.numel for row in weights(c))
     if device.measured is None:
         parameter_bytes = 28 * count / cut.devices  # AdamW: weight, gradient, moments read; weight and moments written

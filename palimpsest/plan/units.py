@@ -8,7 +8,7 @@ from palimpsest.config import InputError
 
 _TOKENS = {"": 1, "k": 1024, "m": 1024**2}
 _BYTES = {
-    **{"": 1, "b": 1, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4},
+    **{"b": 1, "kib": 1024, "mib": 1024**2, "gib": 1024**3, "tib": 1024**4},
     **{"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
 }
 
@@ -76,8 +76,8 @@ def seconds_text(value: float) -> str:
 
 
 def count_text(value: float) -> str:
-    """2779484476000 -> 2.779 T."""
-    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    """2779484476000 -> 2.779 T; a billion is B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
     return f"{value:.4g}"
