@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ def memory_bytes(device: torch.device) -> int | None:
     """The most memory used so far: of the device, or of this process on a CPU; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Not getrusage where this can be had: its count begins with the memory of the process that started this one.
+    with contextlib.suppress(OSError, IndexError):
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     try:
         import resource
     except ImportError:
