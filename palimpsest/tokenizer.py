@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")  # unless a config names it
+TEMPLATE = "chat_template.jinja"  # where newer folders have what older ones have in tokenizer_config.json
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 PIECE_CHARS = 1 << 16  # long texts are encoded in pieces of about this many characters, side by side
 # GPT-2's pre-tokenizer always starts a new word where a space or newline follows something else, and looks neither back
@@ -39,14 +40,14 @@ class Tokenizer:
     """Text to ids and back; made by `bytes`, `from_file`, `gpt2` or `train`.
 
     `definition` is the content of a tokenizer.json, `config` that of the tokenizer_config.json beside it. `vocab_size`
-    is the largest id plus one. `eos_id` is the end-of-text id, None where the tokenizer has none.
+    is the largest id plus one, `eos_id` the end-of-text id, None where there is none; `special_tokens` has ids by text.
     """
 
     def __init__(self, definition: dict[str, Any], config: dict[str, Any] | None = None) -> None:
         self.definition = definition
         self.config = config or {}
         self._ids = _ids_of_tokens(definition)
-        self._special = {token["content"]: token["id"] for token in definition["added_tokens"] if token["special"]}
+        self.special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"] if token["special"]}
         self.vocab_size: int = max(self._ids.values(), default=-1) + 1
         self.eos_id: int | None = self._find_eos()
 
@@ -74,6 +75,8 @@ class Tokenizer:
         definition = _read_json_object(path)
         config_path = path.with_name("tokenizer_config.json")
         config = _read_json_object(config_path) if config_path.is_file() else {}
+        if (template := path.with_name(TEMPLATE)).is_file():
+            config["chat_template"] = _read(template)
         return cls(definition if definition == _BYTES else canonical(definition, path), config)
 
     @classmethod
@@ -128,8 +131,7 @@ class Tokenizer:
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text`; no start or end token is added.
 
-        Text that spells a special token is ordinary text unless `allow_special`. Raises `InputError` for half a
-        surrogate pair, which no UTF-8 text contains.
+        Text that spells a special token is ordinary text unless `allow_special`. Raises `InputError` for half a surrogate pair.
         """
         if not allow_special:
             return self.encode_batch([text])[0]
@@ -150,8 +152,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens appear as their text; invalid UTF-8 as U+FFFD.
 
-        An id that the vocabulary lacks (a model may have more rows than its tokenizer) appears as U+FFFD in byte-level
-        tokenizers; others leave it out.
+        An id that the vocabulary lacks (models may have more rows) appears as U+FFFD in byte-level tokenizers; others omit it.
         """
         if (table := self._bytes_of_ids) is None:
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -166,7 +167,7 @@ class Tokenizer:
         folder = Path(folder)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.config
         if self.eos_id is not None and "eos_token" not in config:
-            config["eos_token"] = {i: token for token, i in self._special.items()}[self.eos_id]
+            config["eos_token"] = {i: token for token, i in self.special_tokens.items()}[self.eos_id]
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for name, content in (("tokenizer.json", self.definition), ("tokenizer_config.json", config)):
@@ -196,7 +197,7 @@ class Tokenizer:
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str) and named in self._ids:
             return self._ids[named]
-        return next((self._special[name] for name in END_OF_TEXT_NAMES if name in self._special), None)
+        return next((self.special_tokens[name] for name in END_OF_TEXT_NAMES if name in self.special_tokens), None)
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
@@ -245,8 +246,8 @@ class Tokenizer:
 
     def _without_forgery(self, text: str, ids: list[int]) -> list[int]:
         """`ids`, unless merges alone spelt a special token from its text; then anew with that text cut apart."""
-        found = set(self._special.values()).intersection(ids)
-        forged = [token for token, i in self._special.items() if i in found and len(token) > 1 and token in text]
+        found = set(self.special_tokens.values()).intersection(ids)
+        forged = [token for token, i in self.special_tokens.items() if i in found and len(token) > 1 and token in text]
         if not forged:
             return ids
         inside = re.compile("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in forged))
@@ -264,8 +265,7 @@ class DecodeStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Without bytes per token: `_ids[:_shown]` have been given out and stay as context, since the first token of a
-        # text may decode differently (a leading space is dropped).
+        # Without bytes per token: `_ids[:_shown]` were given out and stay as context (a leading space may be dropped).
         self._ids: list[int] = []
         self._shown = 0
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from palimpsest.checkpoint import read_json
 from palimpsest.config import InputError
-from palimpsest.tokenizer import Tokenizer, byte_symbols, canonical
+from palimpsest.tokenizer import TEMPLATE, Tokenizer, byte_symbols, canonical
 
 FILE = "tiktoken.model"
 SPECIAL = 256
@@ -61,6 +61,8 @@ def read(folder: Path) -> Tokenizer:
         "model": {**model, "vocab": vocab, "merges": _merges(vocab)},
     }
     kept = {key: config[key] for key in ("eos_token", "bos_token", "chat_template") if key in config}
+    if (template := folder / TEMPLATE).is_file():
+        kept["chat_template"] = template.read_text(encoding="utf-8")
     return Tokenizer(canonical(definition, path), {"eos_token": K3_END, **kept} if not config else kept)
 
 
