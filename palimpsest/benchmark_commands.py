@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import cyclopts
 from cyclopts import Parameter
 
+from palimpsest.config import InputError
 from palimpsest.output import check_json, write_json
 
 benchmark = cyclopts.App(name="benchmark", help="Measure this machine.")
@@ -79,3 +80,33 @@ def validate(*, out: Path) -> None:
     result = validation.validate(measure())
     write_json(out, {**_about(), **result})
     print("\n".join(validation.lines(result)))
+
+
+@benchmark.command
+def offload(
+    *, out: Path, gigabytes: float = 13.0, cache_gigabytes: float = 2.0, tokens: int = 64, folder: Path | None = None
+) -> None:
+    """Decode a Kimi K3 whose experts stay on disk, and watch its memory. Writes a checkpoint of that size and removes it.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    gigabytes
+        Size of the checkpoint.
+    cache_gigabytes
+        Experts that are kept in memory.
+    tokens
+        How many tokens to decode.
+    folder
+        Where the checkpoint is written; the system's temporary folder if not given.
+    """
+    for name, value in (("gigabytes", gigabytes), ("cache-gigabytes", cache_gigabytes), ("tokens", tokens)):
+        if not 0 < value < 1e6:
+            raise InputError(f"benchmark offload: --{name} is {value}; expected more than 0")
+    check_json(out)
+    from palimpsest import oversize
+
+    result = oversize.measure(int(1e9 * gigabytes), int(1e9 * cache_gigabytes), tokens, folder)
+    write_json(out, {**_about(), **result})
+    print("\n".join(oversize.lines(result)))

@@ -1,13 +1,14 @@
 """Experts that stay on disk: a layer reads those that its tokens chose, and the latest ones are kept.
 
-All layers share one cache, bounded in bytes; what was used least recently leaves it first. Reading goes through the system's
-page cache, whose memory the system takes back when it is wanted elsewhere.
+All layers share one cache, bounded in bytes; what was used least recently leaves it first. A layer asks for all that it lacks
+before it reads the first, so that the disk works on them side by side. Reading goes through the system's page cache, whose
+memory the system takes back when it is wanted elsewhere.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +29,19 @@ class ExpertCache:
         self.limit, self.held = limit, 0
         self.hits = self.misses = self.bytes_read = 0
         self._experts: OrderedDict[tuple[int, int], Parts] = OrderedDict()
+        self._files = shards.Scattered()
 
     @property
     def hit_rate(self) -> float:
         """The share of wanted experts that needed no reading; 0 before the first."""
         return self.hits / max(self.hits + self.misses, 1)
+
+    def expect(self, layer: int, experts: Iterable[int], sources: Sequence[Mapping[str, tuple[str, Stored]]]) -> None:
+        """Lets the system begin to fetch those of these experts that are not here, all at once."""
+        for expert in experts:
+            if (layer, expert) not in self._experts:
+                for _, stored in sources[expert].values():
+                    self._files.expect(stored)
 
     def get(self, layer: int, expert: int, parts: Mapping[str, tuple[str, Stored]]) -> Parts:
         """The tensors of an expert, by our names; read, and finite, when they are not here."""
@@ -46,7 +55,7 @@ class ExpertCache:
         while self._experts and self.held + size > self.limit:
             _, old = self._experts.popitem(last=False)
             self.held -= sum(tensor.nbytes for tensor in old.values())
-        found = {name: shards.read(published, stored) for name, (published, stored) in parts.items()}
+        found = {name: shards.values(published, stored, self._files.raw) for name, (published, stored) in parts.items()}
         self.bytes_read += size
         if size <= self.limit:
             self._experts[key] = found
@@ -77,6 +86,7 @@ class DiskExperts(Experts):
         """As `Experts`, expert by expert, so that one at a time is held beside the cache."""
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=self.count).tolist()
+        self.cache.expect(self.layer, (expert for expert, count in enumerate(counts) if count), self.sources)
         pieces = [x.new_zeros(0, x.shape[1])]
         for expert, rows in enumerate(x[order // experts.shape[1]].split(counts)):
             if len(rows):
