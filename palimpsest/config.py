@@ -163,6 +163,9 @@ class ModelConfig(_Config):
     linear_conv_kernel_dim: int = 4  # taps of the short convolution; 0 leaves it out
     linear_output_gate: Literal["none", "silu", "sigmoid"] = "none"
     linear_output_gate_rank: int | None = None  # None: full rank
+    linear_output_gate_bias: bool = False  # on the gate's last map
+    linear_feature_map: Literal["elu", "relu", "identity", "product"] = "elu"  # of linear attention; elu is elu(x) + 1
+    linear_output_norm: bool = False  # linear attention: RMSNorm per head in place of the normaliser
     gate_lower_bound: float | None = None  # KDA: None is the softplus gate, -5 the bounded one of K3
     allow_neg_eigval: bool = False  # write strength in (0, 2) instead of (0, 1)
     # Multi-head latent attention.

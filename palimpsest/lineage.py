@@ -23,6 +23,7 @@ from palimpsest.checkpoint import read_json, write_json
 from palimpsest.config import InputError, ModelConfig, suggestion
 from palimpsest.corpus import CONTEXT, Corpus
 from palimpsest.model import Model
+from palimpsest.progress import keep_memory
 from palimpsest.stages import STAGES, Stage, config_for
 from palimpsest.trial import BATCH, RecallTraining, build, measure, say, train_config, trainer_for
 
@@ -55,6 +56,7 @@ def run(
         "format": 1,
     }
     _claim(out, settings, fresh)
+    keep_memory()
     began = time.perf_counter()
     corpus.tokenize(out / "tokenizer")
     plan = _plan(out / "plan.json", chosen, corpus, minutes, seed)
@@ -197,7 +199,7 @@ def _header(minutes: float, corpus: Corpus, plan: dict[str, Any], seconds: float
         "version": __version__,
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["palimpsest", *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": benchmark.machine(),
         "text": {
             "source": corpus.source,
@@ -219,7 +221,7 @@ def _header(minutes: float, corpus: Corpus, plan: dict[str, Any], seconds: float
     }
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout this package runs from, if it is one."""
     folder = Path(__file__).resolve().parent.parent
     if not (folder / ".git").exists():

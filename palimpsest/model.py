@@ -315,7 +315,8 @@ def _targets(labels: Tensor, segments: Segments) -> Tensor:
 def _count(module: nn.Module) -> int:
     """Parameters; a packed byte holds two, scales are no parameters of their own."""
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters() if not name.endswith("_scale")}
-    return sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
+    on_disk = sum(getattr(each, "unread", 0) for each in module.modules())
+    return on_disk + sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
 
 
 class RMSNorm(nn.RMSNorm):

@@ -1,7 +1,9 @@
 """Models in and out, whatever their form: `load` and `save`, and the command `convert`.
 
-in     a model, checkpoint or run folder of ours; a published folder (config.json and safetensors)
-out    a published folder where the model's family has one, else a model folder of ours
+in     a model, checkpoint or run folder of ours; a published folder (config.json and safetensors);
+           a GGUF file of Llama type
+out    a published folder where the model's family has one, else a model folder of ours;
+           a GGUF file
 """
 
 from __future__ import annotations
@@ -11,30 +13,46 @@ from typing import Any
 
 from palimpsest import checkpoint
 from palimpsest.config import InputError
-from palimpsest.convert import Layout, folder
+from palimpsest.convert import Layout, folder, gguf, gguf_in, gguf_out
 from palimpsest.model import Model
+from palimpsest.offload import DiskExperts
 from palimpsest.tokenizer import Tokenizer
 
 
-def load(path: str | Path) -> tuple[Model, Tokenizer | None]:
-    """The model and the tokenizer of a folder; of a run folder its newest checkpoint.
+def load(path: str | Path, offload: str | None = None, cache_bytes: int = 1_000_000_000) -> tuple[Model, Tokenizer | None]:
+    """The model and the tokenizer of a folder or a GGUF file; of a run folder its newest checkpoint.
 
     Weights keep the dtype of the file; experts packed in four bits stay packed. Nothing that lies in the folder is run, and
-    no pickle is read. Raises InputError, one line with the file, the tensor, what was expected and what was found, before
-    any tensor is read; for NaN or infinity, when it is met.
+    no pickle is read. With `offload="disk"` the routed experts of a published folder stay on disk: those that tokens choose
+    are read, and `cache_bytes` of them are kept (offload.py; `model.layers[i].mlp.experts.cache.hit_rate`).
+
+    Raises InputError, one line with the file, the tensor, what was expected and what was found, before any tensor is read;
+    for NaN or infinity, when it is met.
     """
     path = Path(path)
+    if offload is not None:
+        if offload != "disk" or not is_published(path):
+            raise InputError(f"{path}: offload is {offload!r}; only 'disk' is possible, and only for published folders")
+        return folder.load(path, cache_bytes)
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf_in.load(path)
     return folder.load(path) if is_published(path) else checkpoint.load(path)
 
 
 def save(model: Model, path: str | Path, tokenizer: Tokenizer | None = None, dtype: str | None = None) -> None:
     """Writes a folder that `load` and other libraries open; where no published layout holds the model, one of ours.
 
-    `dtype` is 'f32', 'bf16', 'f16' or, for experts of Kimi K3, 'mxfp4'; None keeps the model's. What is written is read back
+    A path that ends in .gguf becomes a file for llama.cpp. `dtype` is 'f32', 'bf16', 'f16', in GGUF also 'q8_0', and for
+    experts of Kimi K3 'mxfp4'; None keeps the model's. What is written is read back
     and compared, and has its name only then. Raises InputError, with nothing written, for a folder that is not empty, a
     tokenizer larger than the vocabulary, and a weight that is not finite.
     """
     check_tokenizer(model, tokenizer)
+    if any(isinstance(module, DiskExperts) for module in model.modules()):
+        raise InputError("model: its experts are on disk, so it is not saved; load it without offload, or copy its folder")
+    if Path(path).suffix == ".gguf":
+        gguf_out.save(model, Path(path), tokenizer, dtype)
+        return
     try:
         Layout.of(model.config)
     except InputError:
@@ -46,18 +64,25 @@ def save(model: Model, path: str | Path, tokenizer: Tokenizer | None = None, dty
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """What a published folder holds, checked from its config.json and headers; no tensor is read."""
+    """What a published folder or a GGUF file holds, checked from headers; no tensor is read."""
+    if path.is_file() and path.suffix == ".gguf":
+        return gguf.open_file(path).listing()
     if not is_published(path):
         raise InputError(f"{path}: not a published folder; give a place to write one to")
     return folder.open_folder(path).listing()
 
 
 def convert(source: Path, out: Path, to: str, dtype: str | None) -> dict[str, Any]:
-    """Writes the model of `source` to `out` in form `to` ('hf') and returns what `inspect` says of it. Errors as `save`."""
+    """Writes the model of `source` to `out`, in form `to` ('hf' or 'gguf'); returns what `inspect` says. Errors as `save`."""
     folder.check_absent(out)
+    if (to == "gguf") != (out.suffix == ".gguf"):
+        raise InputError(f"{out}: with --to {to} the name must {'end' if to == 'gguf' else 'not end'} in .gguf")
     model, tokenizer = load(source)
     check_tokenizer(model, tokenizer)
-    folder.save(model, out, tokenizer, dtype)
+    if to == "gguf":
+        gguf_out.save(model, out, tokenizer, dtype)
+    else:
+        folder.save(model, out, tokenizer, dtype)
     return inspect(out)
 
 

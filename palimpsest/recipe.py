@@ -24,6 +24,7 @@ import torch
 from palimpsest import checkpoint, data
 from palimpsest.config import InputError, ModelConfig, TrainConfig, suggestion
 from palimpsest.model import Model
+from palimpsest.progress import keep_memory
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer
 
@@ -124,6 +125,7 @@ class Recipe:
             if not resume:
                 self._undo(out, existed)
             raise
+        keep_memory()
         trainer.run()
         checkpoint.save(model, out, tokenizer=tokenizer)
         nats = trainer.evaluate()

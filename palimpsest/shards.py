@@ -7,7 +7,9 @@ The files of a folder are `model.safetensors`, or those that `model.safetensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,6 +178,11 @@ def raw(name: str, stored: Stored) -> np.ndarray:
 
 def read(name: str, stored: Stored) -> Tensor:
     """A tensor's values. Raises InputError for NaN, infinity, and a dtype that is not read."""
+    return values(name, stored, raw)
+
+
+def values(name: str, stored: Stored, raw: Callable[[str, Stored], np.ndarray]) -> Tensor:
+    """`read`, the bytes from `raw`."""
     if stored.dtype not in DTYPES:
         raise InputError(f"{stored.file}: tensor {name!r} is {stored}; expected one of {', '.join(DTYPES)}")
     tensor = torch.from_numpy(raw(name, stored)).view(DTYPES[stored.dtype]).view(stored.shape)
@@ -183,8 +190,55 @@ def read(name: str, stored: Stored) -> Tensor:
     return tensor
 
 
+class Scattered:
+    """Tensors read here and there in files that stay open, without the system's reading ahead of them."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+        self._can_advise = hasattr(os, "posix_fadvise")
+        weakref.finalize(self, _close, self._open)
+
+    def expect(self, stored: Stored) -> None:
+        """Lets the system begin to fetch a tensor's bytes."""
+        if self._can_advise:
+            os.posix_fadvise(self._descriptor(stored.file), stored.offset, stored.num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def raw(self, name: str, stored: Stored) -> np.ndarray:
+        """A tensor's bytes."""
+        descriptor = self._descriptor(stored.file)
+        if not self._can_advise:
+            return raw(name, stored)
+        data = np.empty(stored.num_bytes, np.uint8)
+        done = 0
+        while done < len(data):
+            count = os.preadv(descriptor, [data.data[done:]], stored.offset + done)
+            if not count:
+                raise _damaged(stored.file, f"tensor {name!r} ends early")
+            done += count
+        return data
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            try:
+                self._open[path] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise InputError(f"{path}: cannot be read ({error.strerror})") from None
+            if self._can_advise:
+                os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_RANDOM)
+        return self._open[path]
+
+
+def _close(descriptors: dict[Path, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+
+
 def check_finite(where: str, name: str, tensor: Tensor) -> None:
-    bad = 0 if not tensor.is_floating_point() else tensor.numel() - int(tensor.isfinite().sum())
+    """Raises InputError for NaN and infinity. Of the scales of MXFP4, 255 is NaN."""
+    if tensor.is_floating_point():
+        bad = tensor.numel() - int(tensor.isfinite().sum())
+    else:
+        bad = int((tensor == 255).sum()) if name.endswith(".weight_scale") else 0
     if bad:
         raise InputError(
             f"{where}: tensor {name!r} holds NaN or infinity, {bad} of {tensor.numel()} values; expected finite numbers; "

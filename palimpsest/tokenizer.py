@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")  # unless a config names it
+TEMPLATE = "chat_template.jinja"  # where newer folders have what older ones have in tokenizer_config.json
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 PIECE_CHARS = 1 << 16  # long texts are encoded in pieces of about this many characters, side by side
 # GPT-2's pre-tokenizer always starts a new word where a space or newline follows something else, and looks neither back
@@ -39,14 +40,14 @@ class Tokenizer:
     """Text to ids and back; made by `bytes`, `from_file`, `gpt2` or `train`.
 
     `definition` is the content of a tokenizer.json, `config` that of the tokenizer_config.json beside it. `vocab_size`
-    is the largest id plus one. `eos_id` is the end-of-text id, None where the tokenizer has none.
+    is the largest id plus one, `eos_id` the end-of-text id, None where there is none; `special_tokens` has ids by text.
     """
 
     def __init__(self, definition: dict[str, Any], config: dict[str, Any] | None = None) -> None:
-        self._definition = definition
-        self._config = config or {}
+        self.definition = definition
+        self.config = config or {}
         self._ids = _ids_of_tokens(definition)
-        self._special = {token["content"]: token["id"] for token in definition["added_tokens"] if token["special"]}
+        self.special_tokens = {token["content"]: token["id"] for token in definition["added_tokens"] if token["special"]}
         self.vocab_size: int = max(self._ids.values(), default=-1) + 1
         self.eos_id: int | None = self._find_eos()
 
@@ -74,7 +75,9 @@ class Tokenizer:
         definition = _read_json_object(path)
         config_path = path.with_name("tokenizer_config.json")
         config = _read_json_object(config_path) if config_path.is_file() else {}
-        return cls(definition if definition == _BYTES else _canonical(definition, path), config)
+        if (template := path.with_name(TEMPLATE)).is_file():
+            config["chat_template"] = _read(template)
+        return cls(definition if definition == _BYTES else canonical(definition, path), config)
 
     @classmethod
     def gpt2(cls, encoder_json: str | Path, vocab_bpe: str | Path) -> Tokenizer:
@@ -97,8 +100,8 @@ class Tokenizer:
                 wrong = f"{line!r} is not a merge of two tokens of {encoder_json}"
                 raise InputError(f"{vocab_bpe}, line {number}: {wrong}; use two files that belong together")
             merges.append(pair)
-        definition = _byte_level_definition(vocab, merges, vocab.get(END_OF_TEXT), use_regex=True)
-        return cls(_canonical(definition, encoder_json))
+        definition = byte_level_definition(vocab, merges, vocab.get(END_OF_TEXT), use_regex=True)
+        return cls(canonical(definition, encoder_json))
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -128,8 +131,7 @@ class Tokenizer:
     def encode(self, text: str, allow_special: bool = False) -> list[int]:
         """The ids of `text`; no start or end token is added.
 
-        Text that spells a special token is ordinary text unless `allow_special`. Raises `InputError` for half a
-        surrogate pair, which no UTF-8 text contains.
+        Text that spells a special token is ordinary text unless `allow_special`. Raises `InputError` for half a surrogate pair.
         """
         if not allow_special:
             return self.encode_batch([text])[0]
@@ -140,7 +142,7 @@ class Tokenizer:
         """`[encode(text) for text in texts]`, faster: many texts, or the pieces of long ones, at the same time."""
         for text in texts:
             _check_unicode(text)
-        if self._definition == _BYTES:
+        if self.definition == _BYTES:
             return [list(text.encode()) for text in texts]
         pieces = [list(_pieces(text)) if self._splits_safely else [text] for text in texts]
         encodings = iter(self._backend.encode_batch_fast([p for ps in pieces for p in ps], add_special_tokens=False))
@@ -150,8 +152,7 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`. Special tokens appear as their text; invalid UTF-8 as U+FFFD.
 
-        An id that the vocabulary lacks (a model may have more rows than its tokenizer) appears as U+FFFD in byte-level
-        tokenizers; others leave it out.
+        An id that the vocabulary lacks (models may have more rows) appears as U+FFFD in byte-level tokenizers; others omit it.
         """
         if (table := self._bytes_of_ids) is None:
             return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -164,12 +165,12 @@ class Tokenizer:
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json and, for the end-of-text token, tokenizer_config.json; `from_file` reads both back."""
         folder = Path(folder)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self._config
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.config
         if self.eos_id is not None and "eos_token" not in config:
-            config["eos_token"] = {i: token for token, i in self._special.items()}[self.eos_id]
+            config["eos_token"] = {i: token for token, i in self.special_tokens.items()}[self.eos_id]
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, content in (("tokenizer.json", self._definition), ("tokenizer_config.json", config)):
+            for name, content in (("tokenizer.json", self.definition), ("tokenizer_config.json", config)):
                 _write_whole(folder / name, json.dumps(content, ensure_ascii=False))
         except OSError as error:
             raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
@@ -177,13 +178,13 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """64 hexadecimal digits of the vocabulary and merges: with equal fingerprints every id means the same text."""
-        model = self._definition["model"]
+        model = self.definition["model"]
         merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
         content = [sorted(self._ids.items()), merges, self._bytes_of_ids is not None]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Tokenizer) and (self.eos_id, self._definition) == (other.eos_id, other._definition)
+        return isinstance(other, Tokenizer) and (self.eos_id, self.definition) == (other.eos_id, other.definition)
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
@@ -192,18 +193,18 @@ class Tokenizer:
         return f"Tokenizer(vocab_size={self.vocab_size}, eos_id={self.eos_id})"
 
     def _find_eos(self) -> int | None:
-        named = self._config.get("eos_token")
+        named = self.config.get("eos_token")
         named = named.get("content") if isinstance(named, dict) else named
         if isinstance(named, str) and named in self._ids:
             return self._ids[named]
-        return next((self._special[name] for name in END_OF_TEXT_NAMES if name in self._special), None)
+        return next((self.special_tokens[name] for name in END_OF_TEXT_NAMES if name in self.special_tokens), None)
 
     @cached_property
     def _backend(self) -> tokenizers.Tokenizer:
         """The tokenizers object that reads special tokens as ordinary text."""
         from tokenizers import Tokenizer as Backend
 
-        backend = Backend.from_str(json.dumps(self._definition))
+        backend = Backend.from_str(json.dumps(self.definition))
         backend.encode_special_tokens = True
         return backend
 
@@ -212,12 +213,12 @@ class Tokenizer:
         """The one that recognises them; a second object, since switching a shared one would race between threads."""
         from tokenizers import Tokenizer as Backend
 
-        return Backend.from_str(json.dumps(self._definition))
+        return Backend.from_str(json.dumps(self.definition))
 
     @cached_property
     def _bytes_of_ids(self) -> dict[int, Any] | None:
         """The bytes of each id, or None when the tokenizer is not byte-level."""
-        decoder = self._definition["decoder"] or {}
+        decoder = self.definition["decoder"] or {}
         if decoder.get("type") == "Sequence" and len(decoder["decoders"]) == 1:
             decoder = decoder["decoders"][0]
         if decoder.get("type") != "ByteLevel":
@@ -227,26 +228,26 @@ class Tokenizer:
         for token, i in self._ids.items():
             known = all(symbol in byte_of for symbol in token)
             table[i] = bytes(byte_of[symbol] for symbol in token) if known else token.encode()
-        for token in self._definition["added_tokens"]:
+        for token in self.definition["added_tokens"]:
             table[token["id"]] = token["content"].encode()
         return table
 
     @cached_property
     def _splits_safely(self) -> bool:
         """Whether `SAFE_CUT` holds: GPT-2's pre-tokenizer and nothing around it that looks across a cut."""
-        before = self._definition["pre_tokenizer"] or {}
+        before = self.definition["pre_tokenizer"] or {}
         return (
             before.get("type") == "ByteLevel"
             and before.get("use_regex", True)
             and not before["add_prefix_space"]
-            and self._definition["normalizer"] is None
-            and all(token["special"] for token in self._definition["added_tokens"])
+            and self.definition["normalizer"] is None
+            and all(token["special"] for token in self.definition["added_tokens"])
         )
 
     def _without_forgery(self, text: str, ids: list[int]) -> list[int]:
         """`ids`, unless merges alone spelt a special token from its text; then anew with that text cut apart."""
-        found = set(self._special.values()).intersection(ids)
-        forged = [token for token, i in self._special.items() if i in found and len(token) > 1 and token in text]
+        found = set(self.special_tokens.values()).intersection(ids)
+        forged = [token for token, i in self.special_tokens.items() if i in found and len(token) > 1 and token in text]
         if not forged:
             return ids
         inside = re.compile("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in forged))
@@ -264,8 +265,7 @@ class DecodeStream:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Without bytes per token: `_ids[:_shown]` have been given out and stay as context, since the first token of a
-        # text may decode differently (a leading space is dropped).
+        # Without bytes per token: `_ids[:_shown]` were given out and stay as context (a leading space may be dropped).
         self._ids: list[int] = []
         self._shown = 0
 
@@ -303,7 +303,7 @@ def byte_symbols() -> dict[int, str]:
     return dict(sorted(stand_ins.items()))
 
 
-def _byte_level_definition(vocab: dict[str, int], merges: list[list[str]], eos_id: int | None, use_regex: bool) -> dict:
+def byte_level_definition(vocab: dict[str, int], merges: list[list[str]], eos_id: int | None, use_regex: bool) -> dict:
     """The content of a tokenizer.json for byte-level BPE."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     specials = [] if eos_id is None else [{"id": eos_id, "content": END_OF_TEXT, **flags, "special": True}]
@@ -320,10 +320,10 @@ def _byte_level_definition(vocab: dict[str, int], merges: list[list[str]], eos_i
     }
 
 
-_BYTES = _byte_level_definition({symbol: byte for byte, symbol in byte_symbols().items()}, [], 256, use_regex=False)
+_BYTES = byte_level_definition({symbol: byte for byte, symbol in byte_symbols().items()}, [], 256, use_regex=False)
 
 
-def _canonical(definition: dict[str, Any], path: Path) -> dict[str, Any]:
+def canonical(definition: dict[str, Any], path: Path) -> dict[str, Any]:
     """The definition as the tokenizers package writes it, without what alters text: truncation, padding, dropout."""
     from tokenizers import Tokenizer as Backend
 

@@ -8,6 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.conftest import make_ids, make_model
@@ -46,7 +47,7 @@ import torch, palimpsest as pal
 from palimpsest.progress import interrupts, memory_bytes
 from palimpsest.tokenizer import Tokenizer
 import threading
-assert memory_bytes(torch.device("cpu")) is None
+assert memory_bytes(torch.device("cpu")) != 0
 model = pal.Model(pal.ModelConfig.preset("kimi-k3-tiny"))
 ids = torch.arange(12).view(1, 12)
 model(ids, labels=ids).loss.backward()
@@ -90,3 +91,11 @@ def test_prefill_in_pieces_needs_memory_for_the_piece() -> None:
         largest.append(seen.bytes)
     widest = max(model.config.intermediate_size, model.config.vocab_size)
     assert max(largest) == min(largest[1:]) < 2 * 500 * 4 * widest
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the number is right by itself")
+def test_a_process_does_not_count_the_memory_of_the_one_that_started_it() -> None:
+    held = torch.ones(150_000_000)  # 600 MB
+    script = "import torch; from palimpsest.progress import memory_bytes; print(memory_bytes(torch.device('cpu')))"
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=TESTS.parent, check=True)
+    assert 0 < int(told.stdout) < held.nbytes

@@ -192,11 +192,18 @@ def test_listings(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == pal.__version__
 
 
-@pytest.mark.parametrize("command", ["", "lineage", "train", "generate", "presets", "doctor"])
+@pytest.mark.parametrize("command", ["", "lineage", "train", "generate", "convert", "benchmark", "presets", "doctor"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*([command] if command else []), "--help"]) == 0
     shown = capsys.readouterr().out
-    wanted = {"": "lineage", "lineage": "--minutes", "train": "--learning-rate", "generate": "--top-p", "doctor": "--check"}
+    wanted = {
+        "": "lineage",
+        "lineage": "--minutes",
+        "train": "--learning-rate",
+        "generate": "--top-p",
+        "doctor": "--check",
+        "benchmark": "cpu",
+    }
     assert "Usage" in shown and wanted.get(command, "--json") in shown
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import palimpsest as pal
+from palimpsest import convert
 from palimpsest.convert import from_published, to_published
 
 PRESETS = ["gpt2-tiny", "smollm2-tiny", "qwen3-next-tiny", "gated-deltanet-tiny", "kimi-linear-tiny"]
@@ -35,9 +36,25 @@ def published(preset: str, **overrides: Any) -> tuple[dict[str, Any], dict[str, 
     return to_published(config, random_model(config).state_dict())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_there_and_back_is_exact(preset: str) -> None:
-    config = pal.ModelConfig.preset(preset)
+# Forms of other presets that flash-linear-attention has: one head of each kind, a learned feature map, a gate with bias.
+EVEN: dict[str, Any] = {"linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
+PLAIN: dict[str, Any] = {"linear_output_norm": True, "linear_conv_kernel_dim": 0}
+FLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear_attn": ("linear-attention-tiny", {**EVEN, **PLAIN, "linear_feature_map": "product"}),
+    "linear_attn, relu": ("linear-attention-tiny", {**EVEN, **PLAIN, "linear_feature_map": "relu"}),
+    "delta_net": ("deltanet-tiny", {**EVEN, "allow_neg_eigval": True, "tie_word_embeddings": False}),
+    "kda": ("kda-tiny", {"linear_output_gate_bias": True, "linear_output_gate_rank": 24}),
+    "kda, bounded": (
+        "kda-tiny",
+        {"linear_output_gate_bias": True, "linear_output_gate_rank": 24, "gate_lower_bound": -5.0, "allow_neg_eigval": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", [*PRESETS, *FLA])
+def test_there_and_back_is_exact(form: str) -> None:
+    preset, fields = FLA.get(form, (form, {}))
+    config = pal.ModelConfig.preset(preset, **fields)
     before = random_model(config).state_dict()
     document, tensors = to_published(config, before)
     back, after = from_published(json.loads(json.dumps(document)), tensors)
@@ -60,6 +77,7 @@ OTHER: dict[str, Any] = {
     **{"max_position_embeddings": 99, "rope_theta": 5e3, "partial_rotary_factor": 0.5, "attention_output_gate": True},
     **{"qk_norm": True, "linear_num_key_heads": 1, "linear_num_value_heads": 8, "linear_key_head_dim": 8},
     **{"linear_value_head_dim": 8, "linear_conv_kernel_dim": 3, "linear_output_gate": "none"},
+    **{"linear_output_gate_bias": True, "linear_feature_map": "relu", "linear_output_norm": True},
     **{"linear_output_gate_rank": 8, "gate_lower_bound": -2.5, "allow_neg_eigval": True, "q_lora_rank": 12},
     **{"kv_lora_rank": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 12, "mla_use_nope": False},
     **{"mla_use_output_gate": True, "intermediate_size": 40, "activation_situ_beta": 3.0},
@@ -452,6 +470,70 @@ def test_convolution_taps_of_either_rank(preset: str) -> None:
     _, expected = from_published(document, tensors)
     _, ours = from_published(document, flat)
     assert all(torch.equal(ours[name], tensor) for name, tensor in expected.items())
+
+
+# ---------------------------------------------------------------- flash-linear-attention
+
+
+def test_fla_gated_deltanet_is_read() -> None:
+    """Written as Qwen3-Next elsewhere, so its tensors are named here one by one; value heads outnumber key heads."""
+    config = pal.ModelConfig.preset("gated-deltanet-tiny", num_hidden_layers=1, tie_word_embeddings=False)
+    model = random_model(config)
+    document = {
+        **{"model_type": "gated_deltanet", "attn_mode": "chunk", "hidden_size": 64, "expand_v": 1.5, "use_gate": True},
+        **{"use_short_conv": True, "allow_neg_eigval": False, "conv_size": 4, "head_dim": 16, "num_heads": 2},
+        **{"num_v_heads": 4, "max_position_embeddings": 2048, "hidden_ratio": 4, "intermediate_size": None},
+        **{"hidden_act": "swish", "num_hidden_layers": 1, "norm_eps": 1e-5, "attn": None, "use_cache": True},
+        **{"initializer_range": 0.02, "fuse_norm": True, "fuse_swiglu": True, "fuse_cross_entropy": True},
+        **{"fuse_linear_cross_entropy": False, "use_l2warp": False, "vocab_size": 257, "attnres_block_size": None},
+        **{"output_gate_activation": "swish", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2},
+    }
+    document["intermediate_size"] = 128
+    theirs = {"embed_tokens.weight": "model.embeddings.weight", "norm.weight": "model.norm.weight"}
+    theirs |= {"lm_head.weight": "lm_head.weight"}
+    parts = "q_proj.weight k_proj.weight v_proj.weight a_proj.weight b_proj.weight g_proj.weight o_proj.weight A_log dt_bias"
+    parts += " q_conv1d.weight k_conv1d.weight v_conv1d.weight o_norm.weight"
+    theirs |= {f"layers.0.mixer.{part}": f"model.layers.0.attn.{part}" for part in parts.split()}
+    theirs |= {f"layers.0.mlp.{part}_proj.weight": f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    theirs |= {f"layers.0.{part}_norm.weight": f"model.layers.0.{mine}_norm.weight" for part, mine in (("mlp", "mlp"),)}
+    theirs["layers.0.mixer_norm.weight"] = "model.layers.0.attn_norm.weight"
+    ours = model.state_dict()
+    assert theirs.keys() == ours.keys()
+    tensors = {theirs[name]: x.unsqueeze(1) if "conv1d" in name else x for name, x in ours.items()}
+    back, found = from_published(document, tensors)
+    assert back == config
+    assert all(torch.equal(found[name], tensor) for name, tensor in ours.items())
+    wide, _ = read_config({**document, "hidden_size": 2048, "intermediate_size": None})
+    assert wide["intermediate_size"] == 5632  # 2/3 of four times the width, up to a multiple of 256
+    for key, value in (("attn", {"layers": [1]}), ("attnres_block_size", 4), ("use_short_conv", False), ("hidden_act", "relu")):
+        with pytest.raises(pal.InputError, match=f"config.json: .*{key}"):
+            from_published({**document, key: value}, tensors)
+
+
+def read_config(document: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The fields that a config.json of fla stands for, and the family's name."""
+    family = convert._recognise(document)
+    return family.read(document), family.name
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "value"),
+    [
+        ("linear_attn", "feature_map", "dpfp"),
+        ("linear_attn", "num_kv_heads", 1),
+        ("linear_attn", "norm_q", True),
+        ("delta_net", "use_gate", True),
+        ("delta_net", "qk_norm", "sum"),
+        ("kda", "output_gate", "none"),
+        ("kda", "model_type", "rwkv7"),
+    ],
+)
+def test_fla_settings_that_mean_something_else_are_refused(form: str, key: str, value: Any) -> None:
+    preset, fields = FLA[form]
+    document, tensors = published(preset, **fields)
+    with pytest.raises(pal.InputError, match="^config.json: ") as caught:
+        from_published({**document, key: value}, tensors)
+    assert key in str(caught.value)
 
 
 @pytest.mark.parametrize("preset", ["linear-attention-tiny", "deltanet-tiny", "kda-tiny"])

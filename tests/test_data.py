@@ -226,7 +226,7 @@ def test_ids_take_four_bytes_when_two_are_too_few(tmp_path, vocab_size, width):
         def encode_batch(self, texts):
             return [[self.vocab_size - 1 for _ in text] for text in texts]
 
-    tokenizer = Wide(BYTES._definition)
+    tokenizer = Wide(BYTES.definition)
     tokenizer.vocab_size, tokenizer.eos_id = vocab_size, None
     write(tmp_path, {"a.txt": "ab", "b.txt": "c"})
     token_file = prepare([tmp_path], tmp_path / "a.tokens", tokenizer)

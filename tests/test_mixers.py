@@ -33,6 +33,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 5,
 }
 GATED = {"linear_output_gate": "sigmoid"}
+NORMED: dict[str, Any] = {"linear_output_norm": True, "linear_conv_kernel_dim": 0}
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention": ("attention", SOFTMAX),
     "attention, biases": ("attention", {**SOFTMAX, "use_bias": True}),
@@ -42,12 +43,16 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "attention, gate and norms": ("attention", {**SOFTMAX, "attention_output_gate": True, "qk_norm": True}),
     "linear attention": ("linear_attention", LINEAR),
     "linear attention, no convolution": ("linear_attention", {**LINEAR, "linear_conv_kernel_dim": 0}),
+    "linear attention, product": ("linear_attention", {**LINEAR, **NORMED, "linear_feature_map": "product"}),
+    "linear attention, relu": ("linear_attention", {**LINEAR, **NORMED, "linear_feature_map": "relu"}),
+    "linear attention, identity": ("linear_attention", {**LINEAR, **NORMED, "linear_feature_map": "identity"}),
     "deltanet": ("deltanet", LINEAR),
     "deltanet, negative eigenvalues": ("deltanet", {**LINEAR, "allow_neg_eigval": True, "linear_conv_kernel_dim": 2}),
     "gated deltanet": ("gated_deltanet", {**LINEAR, "linear_output_gate": "silu"}),
     "gated deltanet, plain": ("gated_deltanet", LINEAR),
     "gated deltanet, low rank": ("gated_deltanet", {**LINEAR, **GATED, "linear_output_gate_rank": 2}),
     "kda, softplus": ("kda", {**LINEAR, **GATED, "linear_output_gate_rank": 3}),
+    "kda, bias": ("kda", {**LINEAR, **GATED, "linear_output_gate_rank": 3, "linear_output_gate_bias": True}),
     "kda, bounded": ("kda", {**LINEAR, **GATED, "gate_lower_bound": -5.0}),
     "kda, negative eigenvalues": ("kda", {**LINEAR, "allow_neg_eigval": True, "linear_output_gate": "silu"}),
     "mla": ("mla", LATENT),
@@ -154,12 +159,17 @@ def slow_linear(m: Any, config: pal.ModelConfig, x: Tensor) -> Tensor:
     v = heads_of(m, config, x, "v", values)
     tokens, heads = x.shape[1], v.shape[2]
     if name == "linear_attention":
-        q, k = F.elu(q) + 1, F.elu(k) + 1
-        outputs = []
+        kind, normed, outputs = config.linear_feature_map, config.linear_output_norm, []
+        if kind == "product":
+            learned = ((y, getattr(m, f"feature_map_{letter}")) for y, letter in ((q, "q"), (k, "k")))
+            q, k = (both.layer1(y) * both.layer2(y) for y, both in learned)
+        else:
+            q, k = ({"elu": F.elu(y) + 1, "relu": y.clamp(min=0), "identity": y}[kind] for y in (q, k))
         for t in range(tokens):
             share = (q[:, t].unsqueeze(1) * k[:, : t + 1]).sum(-1, keepdim=True)
-            outputs.append((share * v[:, : t + 1]).sum(1) / (share.sum(1) + 1e-6))
-        return m.o_proj(torch.stack(outputs, 1).flatten(-2))
+            outputs.append((share * v[:, : t + 1]).sum(1) / (keys**0.5 if normed else share.sum(1) + 1e-6))
+        o = torch.stack(outputs, 1)
+        return m.o_proj((rms(o, m.o_norm, config.rms_norm_eps) if normed else o).flatten(-2))
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     beta = torch.sigmoid(m.b_proj(x)) * (2 if config.allow_neg_eigval else 1)
     keep = torch.ones(*v.shape[:3], keys, dtype=x.dtype)

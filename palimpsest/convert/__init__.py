@@ -5,6 +5,7 @@
     Qwen3-Next    linear_num_key_heads  q, k, v, z and b, a grouped by key head; query and gate by head; norms hold w - 1
     Kimi Linear   linear_attn_config    1-based layer lists; A_log [1,1,H,1]; experts w1 (gate), w3 (up), w2 (down)
     Kimi K3       the same, nested      as Kimi Linear, but A_log [128], and every name behind `language_model.`
+    fla           feature_map, ...      no transposes; four kinds of layers, see fla.py
     Llama         none of these         nothing
 
 Pure functions on dictionaries: nothing here opens a file, and nothing about published checkpoints is known elsewhere. A
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from palimpsest.config import InputError, ModelConfig
+from palimpsest.convert import fla
 from palimpsest.convert.family import Entry, Family, Published
 from palimpsest.convert.gpt2 import GPT2
 from palimpsest.convert.kimi import Kimi
@@ -33,6 +35,10 @@ FAMILIES: dict[str, Family] = {  # by a key that its config.json has and those b
     "n_embd": GPT2(),
     "linear_attn_config": Kimi(),
     "linear_num_key_heads": Qwen3Next(),
+    "feature_map": fla.LinearAttn(),
+    "qk_activation": fla.DeltaNet(),
+    "use_gate": fla.GatedDeltaNet(),
+    "expand_v": fla.KDA(),
     "hidden_size": Family(),
 }
 
@@ -105,15 +111,8 @@ class Layout:
     @classmethod
     def read(cls, config: dict[str, Any], names: Iterable[str]) -> Self:
         """The layout that a config.json describes; `names` of tensors say whether experts are packed."""
+        family, model = read_config(config)
         text = config.get("text_config", config)
-        family = _recognise(text)
-        if text is not config:
-            family.check_outer(config)
-        try:
-            fields = family.read(text)
-        except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
-            raise InputError(f"config.json: a value is not of the kind that its key wants ({error})") from None
-        model = ModelConfig.from_dict(fields, "config.json")
         packed = any(name.endswith(".weight_packed") for name in names)
         family.check_quantization(text.get("quantization_config"), packed)
         return cls(family, model, packed)
@@ -206,6 +205,19 @@ def _refuse_surplus(names: Set[str], where: str = "") -> None:
         raise InputError(f"{where}tensor {min(names)!r}{more} has no place in this model; another configuration may fit")
 
 
+def read_config(config: dict[str, Any]) -> tuple[Family, ModelConfig]:
+    """The family and the configuration that a config.json describes, tensors apart. Raises InputError where it is not read."""
+    text = config.get("text_config", config)
+    family = _recognise(text)
+    if text is not config:
+        family.check_outer(config)
+    try:
+        fields = family.read(text)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise InputError(f"config.json: a value is not of the kind that its key wants ({error})") from None
+    return family, ModelConfig.from_dict(fields, "config.json")
+
+
 def _recognise(text: Mapping[str, Any]) -> Family:
     """The family of a config.json: by its keys, since Kimi Linear and Kimi K3 carry one name, and then by that name."""
     family = next((family for key, family in FAMILIES.items() if key in text), None)
@@ -217,6 +229,12 @@ def _recognise(text: Mapping[str, Any]) -> Family:
 def _family(config: ModelConfig) -> Family:
     """The family whose layout may hold a configuration; `to_published` checks that it does."""
     mixers = set(config.mixers)
+    alone = {"linear_attention": "feature_map", "deltanet": "qk_activation"}
+    if config.linear_output_gate_bias:
+        alone["kda"] = "expand_v"
+    for mixer, key in alone.items():
+        if mixers == {mixer}:
+            return FAMILIES[key]
     if mixers <= {"kda", "mla"}:
         return FAMILIES["linear_attn_config"]
     if mixers <= {"gated_deltanet", "attention"} and (config.attention_output_gate or "gated_deltanet" in mixers):

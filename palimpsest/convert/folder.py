@@ -18,10 +18,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from palimpsest import shards
+from palimpsest import offload, shards
 from palimpsest.checkpoint import CONFIG, fill, flush_all, read_json, staged
 from palimpsest.config import InputError
-from palimpsest.convert import EMBEDDING, HEAD, Layout, check_tied
+from palimpsest.convert import EMBEDDING, HEAD, Layout, check_tied, tiktoken
 from palimpsest.convert.family import Entry, wide
 from palimpsest.model import FLOAT32, Model
 from palimpsest.ops import mxfp4_encode
@@ -33,7 +33,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 # What the names of `--dtype` make of a matrix; mxfp4 is bfloat16 around packed experts.
 TARGETS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "mxfp4": torch.bfloat16}
 FILE_BYTES = 5_000_000_000  # of tensors in one file; what exceeds it is cut into several with an index
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "encoder.json")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "encoder.json", tiktoken.FILE)
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,22 @@ def _check_dtypes(layout: Layout, entry: Entry, stored: Mapping[str, Stored], dt
             )
 
 
-def load(folder: Path) -> tuple[Model, Tokenizer | None]:
-    """The model and the tokenizer of a published folder. Weights keep the dtype of the file; packed experts stay packed."""
+def load(folder: Path, cache_bytes: int | None = None) -> tuple[Model, Tokenizer | None]:
+    """The model and the tokenizer of a published folder. Weights keep the dtype of the file; packed experts stay packed.
+
+    With `cache_bytes` the routed experts stay on disk (offload.py), that many bytes of them in memory.
+    """
     opened = open_folder(folder)
     layout, stored = opened.layout, opened.stored
     tokenizer = read_tokenizer(folder, layout.config.vocab_size)
     progress = Transfer(f"reading {folder.name}", sum(each.num_bytes for each in stored.values()))
     tensors: dict[str, Tensor] = {}
+    on_disk = {} if cache_bytes is None else offload.place(layout.model, layout.config, cache_bytes)
     for entry in layout.entries:
+        module, _, part = entry.ours[0].rpartition(".")
+        if module in on_disk:
+            on_disk[module].add_source(part, entry.published, stored)
+            continue
         parts = [shards.read(name, stored[name]) for name in entry.published]
         with _in(folder):
             for name, tensor in layout.load(entry, parts):
@@ -127,12 +135,13 @@ def load(folder: Path) -> tuple[Model, Tokenizer | None]:
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     """The tokenizer beside a model, None where there is none. Raises InputError for one larger than the vocabulary."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    source = next((name for name in TOKENIZER_FILES if (folder / name).is_file()), None)
+    if source is None:
         return None
-    tokenizer = Tokenizer.from_file(folder)
+    tokenizer = tiktoken.read(folder) if source == tiktoken.FILE else Tokenizer.from_file(folder)
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
-            f"{folder / TOKENIZER_FILES[0]}: ids reach {tokenizer.vocab_size - 1}; the model's vocabulary has "
+            f"{folder / source}: ids reach {tokenizer.vocab_size - 1}; the model's vocabulary has "
             f"{vocab_size} entries; use the tokenizer it was trained with"
         )
     return tokenizer

@@ -41,7 +41,7 @@ class Kimi(Family):
     others = """hidden_act first_k_dense_replace linear_attn_config model_max_length max_position_embeddings topk_method
         num_key_value_heads head_dim layer_types quantization_config"""
     fixed = {**Family.fixed, "moe_router_activation_func": "sigmoid", "shared_expert_gate": False}
-    per_layer = {"kda": {"linear_output_gate": "sigmoid", "allow_neg_eigval": False}}
+    per_layer = {"kda": {"linear_output_gate": "sigmoid", "linear_output_gate_bias": False, "allow_neg_eigval": False}}
     renames = {
         **{**Family.renames, r"output_residual\.(\w+)": r"output_attn_res_\1.weight"},
         **{r"mixer_residual\.(\w+)": r"self_attention_res_\1.weight", r"mlp_residual\.(\w+)": r"mlp_res_\1.weight"},

@@ -29,7 +29,10 @@ class Qwen3Next(Family):
         router_aux_loss_coef max_window_layers"""
     per_layer = {
         "attention": {"position": "rope", "attention_output_gate": True, "qk_norm": True},
-        "gated_deltanet": {"linear_output_gate": "silu", "linear_output_gate_rank": None, "allow_neg_eigval": False},
+        "gated_deltanet": {
+            **{"linear_output_gate": "silu", "linear_output_gate_rank": None, "linear_output_gate_bias": False},
+            "allow_neg_eigval": False,
+        },
         "moe": {
             **{"moe_hidden_act": "swiglu", "moe_router_activation_func": "softmax", "routed_scaling_factor": 1.0},
             **{"routed_expert_hidden_size": None, "shared_expert_gate": True},

@@ -28,6 +28,9 @@ class DeltaNet(LinearAttention):
         self.norm_eps = config.rms_norm_eps
         self.allow_neg_eigval = config.allow_neg_eigval
 
+    def add_features(self, config: ModelConfig) -> None:
+        """q and k are unit vectors, the output is always normed."""
+
     def write_strength(self, x: Tensor) -> Tensor:
         """beta [B,T,HV] in float32 (float64 when x is)."""
         logits = self.b_proj(x)

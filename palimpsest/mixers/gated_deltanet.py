@@ -38,11 +38,12 @@ class GatedDeltaNet(DeltaNet):
         self.low_rank = rank is not None
         if self.gate_activation == "none":
             return
+        bias = config.linear_output_gate_bias
         if rank is None:
-            self.g_proj = nn.Linear(width, values, bias=False)
+            self.g_proj = nn.Linear(width, values, bias=bias)
         else:
             self.g_a_proj = nn.Linear(width, rank, bias=False)
-            self.g_b_proj = nn.Linear(rank, values, bias=False)
+            self.g_b_proj = nn.Linear(rank, values, bias=bias)
 
     @torch.no_grad()
     def reset_decay(self, zero_rate: bool = False) -> None:

@@ -3,8 +3,9 @@
     S_t = S_{t-1} + phi(k_t) v_t^T     z_t = z_{t-1} + phi(k_t)     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
     phi(x) = elu(x) + 1
 
-The normaliser z is kept as one more column of S (v gets a channel of ones). A short causal convolution on q, k, v gives the
-layer the order of neighbouring tokens, as in its successors.
+The normaliser z is kept as one more column of S (v gets a channel of ones). With `linear_output_norm` there is none and
+o_t = o_norm(S_t^T phi(q_t) / sqrt(K)); phi may also be relu, the identity, or a learned product (A x + a) * (B x + b). A
+short causal convolution on q, k, v gives the layer the order of neighbouring tokens, as in its successors.
 """
 
 from __future__ import annotations
@@ -28,6 +29,26 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.zeros(channels, taps, dtype=torch.float32))
 
 
+class LearnedProduct(nn.Module):
+    """(A x + a) * (B x + b) of a head's channels, the same in every head: [...,K] -> [...,K] in x's dtype."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layer1, self.layer2 = nn.Linear(channels, channels), nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = (F.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype)) for layer in (self.layer1, self.layer2))
+        return left * right
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    return F.elu(x) + 1
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 class LinearAttention(nn.Module):
     """x [B,T,D] -> [B,T,D]; carries one matrix per value head and the convolution's last inputs.
 
@@ -35,7 +56,7 @@ class LinearAttention(nn.Module):
     (what becomes of the output).
     """
 
-    state_columns = 1  # columns of S beside the V value channels: the normaliser
+    state_columns = 1  # columns of S beside the V value channels: the normaliser, where there is one
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -52,6 +73,17 @@ class LinearAttention(nn.Module):
             self.q_conv1d = ShortConvolution(keys, self.taps)
             self.k_conv1d = ShortConvolution(keys, self.taps)
             self.v_conv1d = ShortConvolution(values, self.taps)
+        self.add_features(config)
+
+    def add_features(self, config: ModelConfig) -> None:
+        """What the feature map and the output need; successors have neither."""
+        self.norm_eps, self.has_norm = config.rms_norm_eps, config.linear_output_norm
+        features = {"elu": _elu_plus_one, "relu": F.relu, "identity": _identity}
+        self.feature_map_q = self.feature_map_k = features.get(config.linear_feature_map)
+        if config.linear_feature_map == "product":
+            self.feature_map_q, self.feature_map_k = LearnedProduct(self.key_dim), LearnedProduct(self.key_dim)
+        if self.has_norm:
+            self.o_norm, self.state_columns = nn.RMSNorm(self.value_dim, config.rms_norm_eps), 0
 
     def new_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Recurrent:
         precision = torch.float64 if dtype == torch.float64 else torch.float32
@@ -78,11 +110,13 @@ class LinearAttention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Writes k, v [B,T,H,K], [B,T,HV,V] into the matrix and reads with q: (o [B,T,HV,V], the new matrix)."""
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-        q, k = F.elu(q.to(dtype)) + 1, F.elu(k.to(dtype)) + 1
+        q, k = self.feature_map_q(q.to(dtype)), self.feature_map_k(k.to(dtype))  # type: ignore[misc]
+        if self.has_norm:
+            return ops.linear_attention(q, k, v, state=matrix, cu_seqlens=cu_seqlens)
         counted = F.pad(v.to(dtype), (0, 1), value=1.0)
         o, matrix = ops.linear_attention(q, k, counted, scale=1.0, state=matrix, cu_seqlens=cu_seqlens)
         return (o[..., :-1] / (o[..., -1:] + NORMALISER_EPS)).to(v.dtype), matrix
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:
         """What leaves the layer before o_proj, from o [B,T,HV,V]."""
-        return o
+        return ops.rms_norm(o, self.o_norm.weight, self.norm_eps) if self.has_norm else o

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from palimpsest.ops import cpu
 from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
 from palimpsest.ops.cross_entropy import linear_cross_entropy
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 BACKENDS = ("reference", "chunked", "triton", "cpu")
+Gate = tuple[Tensor, Tensor | None, float | None]  # A_log, dt_bias, lower_bound
 
 
 def kda(
@@ -70,11 +72,10 @@ def kda(
     applies a sigmoid to beta. Returns (o, state).
     """
     _check_shape("g", g, (*_value_shape(v), k.shape[-1]))
-    if A_log is not None:
-        g = kda_gate(g, A_log, dt_bias, lower_bound)
-    elif dt_bias is not None or lower_bound is not None:
+    if A_log is None and (dt_bias is not None or lower_bound is not None):
         raise ValueError("dt_bias and lower_bound belong to the gate: give A_log too, or a ready g")
-    return _run(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit)
+    gate = None if A_log is None else (A_log, dt_bias, lower_bound)
+    return _run(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit, gate)
 
 
 def gated_delta_rule(
@@ -99,12 +100,10 @@ def gated_delta_rule(
     With `A_log` [HV] (and `dt_bias` [HV]) g is the gate's raw input: g = -exp(A_log) softplus(g + dt_bias).
     """
     _check_shape("g", g, _value_shape(v))
-    if A_log is not None:
-        g = kda_gate(g.unsqueeze(-1), A_log, dt_bias).squeeze(-1)
-    elif dt_bias is not None:
+    if A_log is None and dt_bias is not None:
         raise ValueError("dt_bias belongs to the gate: give A_log too, or a ready g")
-    g = g.unsqueeze(-1)
-    return _run(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit)
+    gate = None if A_log is None else (A_log, dt_bias, None)
+    return _run(q, k, v, g, beta, scale, state, cu_seqlens, chunk_size, backend, qk_l2norm, beta_is_logit, gate)
 
 
 def delta_rule(
@@ -147,17 +146,22 @@ def kda_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: floa
     g = lower_bound sigmoid(exp(A_log) (z + dt_bias)), which lies in (lower_bound, 0) (Kimi K3).
     """
     heads, channels = z.shape[-2:]
-    _check_shape("A_log", A_log, (heads,))
+    _check_gate(heads, channels, A_log, dt_bias, lower_bound)
     dtype = _compute_dtype(z)
     z, rate = z.to(dtype), A_log.to(dtype).exp().unsqueeze(-1)
     if dt_bias is not None:
-        _check_shape("dt_bias", dt_bias, (heads * channels,))
         z = z + dt_bias.to(dtype).view(heads, channels)
     if lower_bound is None:
         return -rate * F.softplus(z)
-    if not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound is {lower_bound}; it must be in [-5, 0)")
     return lower_bound * torch.sigmoid(rate * z)
+
+
+def _check_gate(heads: int, channels: int, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None) -> None:
+    _check_shape("A_log", A_log, (heads,))
+    if dt_bias is not None:
+        _check_shape("dt_bias", dt_bias, (heads * channels,))
+    if lower_bound is not None and not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound is {lower_bound}; it must be in [-5, 0)")
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -172,15 +176,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
 
-def choose(tokens: int, device: torch.device, backend: str | None = None) -> tuple[str, str]:
-    """The backend that will run and the reason. A name that cannot run here raises ValueError."""
+def choose(
+    tokens: int,
+    device: torch.device,
+    backend: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    key_dim: int = 1,
+) -> tuple[str, str]:
+    """The backend that will run and the reason. A name that cannot run here, or not on such inputs, raises ValueError."""
     if backend is not None:
         if backend not in BACKENDS:
             raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)} or None")
         for name, available, reason in backends():
             if name == backend and not available:
                 raise ValueError(f"backend {backend!r} cannot run here: {reason}")
+        refusal = cpu.refusal(dtype, device, key_dim) if backend == "cpu" else None
+        if refusal is not None:
+            raise ValueError(f"backend 'cpu' cannot run here: {refusal}")
         return backend, "asked for"
+    if cpu.refusal(dtype, device, key_dim) is None:
+        return "cpu", "compiled, and its work is in cache whatever the length"
     if tokens <= 2:
         return "reference", "one or two tokens: the recurrence itself does the least work"
     return "chunked", f"matrix products by chunks on {device.type}"
@@ -192,7 +207,7 @@ def backends() -> list[tuple[str, bool, str]]:
         ("reference", True, "token by token, any device and dtype"),
         ("chunked", True, "matrix products, any device"),
         ("triton", False, "no GPU kernels in this version"),
-        ("cpu", False, "no compiled CPU kernel in this version"),
+        ("cpu", cpu.library()[0] is not None, cpu.library()[1]),
     ]
 
 
@@ -209,14 +224,26 @@ def _run(
     backend: str | None,
     qk_l2norm: bool,
     beta_is_logit: bool,
+    gate: Gate | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Checks, casts, expands the key heads and runs the chosen backend."""
     lengths = _check(q, k, v, beta, state, cu_seqlens, chunk_size)
-    name, _ = choose(q.shape[1] if lengths is None else max(lengths, default=0), q.device, backend)
+    longest = q.shape[1] if lengths is None else max(lengths, default=0)
+    name, _ = choose(longest, q.device, backend, q.dtype, q.shape[-1])
     dtype, out_dtype = _compute_dtype(q), v.dtype
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if gate is not None and g is not None:
+        _check_gate(g.shape[2], g.shape[3] if g.dim() == 4 else 1, *gate)
+    leaves = (q, k, v, g, beta, state, *(gate or ())[:2])
+    if name == "cpu" and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)):
+        o, final = cpu.fused(q, k, v, g, beta, state, lengths, factor, qk_l2norm, beta_is_logit, gate)
+        return o.to(out_dtype), final
+    if g is not None:
+        g = g if g.dim() == 4 else g.unsqueeze(-1)
+        g = g if gate is None else kda_gate(g, *gate)
     if qk_l2norm:
         q, k = l2norm(q), l2norm(k)
-    q = q.to(dtype) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q = q.to(dtype) * factor
     k, v = k.to(dtype), v.to(dtype)
     if beta is not None:
         beta = beta.to(dtype).sigmoid() if beta_is_logit else beta.to(dtype)
@@ -230,7 +257,9 @@ def _run(
     state = state.to(dtype)
     # The dtypes are set above; autocast would take the memory's products down to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
-        if name == "reference":
+        if name == "cpu":
+            o, final = cpu.differentiable(q, k, v, g, beta, state, lengths)
+        elif name == "reference":
             o, final = recurrence(q, k, v, g, beta, state, lengths)
         else:
             o, final = chunked(q, k, v, g, beta, state, lengths, chunk_size)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+FEW = 16  # rows of a decoding step, which meet few of the experts
+
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """y[i] = weight[e] x[i], where the first counts[0] rows belong to expert 0, the next counts[1] to expert 1, ...
@@ -22,7 +24,18 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
+    if device == "cpu" and x.shape[0] <= FEW and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+        return _few(x, weight, counts)
     return _Grouped.apply(x, weight, counts.cumsum(0).to(torch.int32))
+
+
+def _few(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """The chosen experts one by one: torch's grouped product would visit all of them."""
+    chosen = counts.nonzero().flatten().tolist()
+    rows = x.split(counts[chosen].tolist())
+    if not chosen:
+        return x.new_zeros(0, weight.shape[1])
+    return torch.cat([part @ weight[expert].mT for part, expert in zip(rows, chosen, strict=True)])
 
 
 class _Grouped(torch.autograd.Function):

@@ -9,38 +9,43 @@ same name order them otherwise).
 from __future__ import annotations
 
 import math
+import sys
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from palimpsest.ops import cpu
+
 GROUP = 32  # columns under one scale
+FEW = 16  # rows of x up to which unpacking anew for every four of them costs little
 TILE_BYTES = 1 << 18  # packed bytes that are unpacked at a time: 2 MB in float32
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The two values of each byte [256,2] and the factor of each scale [256], both float32; scale 255 is NaN."""
-    signed = [*VALUES, *(-value for value in VALUES)]
-    pairs = [[signed[byte & 15], signed[byte >> 4]] for byte in range(256)]
+def _tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The four values of two bytes [65536,4], as an int16 numbers them, and the factor of each scale [256]; 255 is NaN."""
+    signed = torch.tensor([*VALUES, *(-value for value in VALUES)], dtype=dtype)
+    two = torch.arange(65536)
+    halves = torch.stack([two >> shift & 15 for shift in ((0, 4, 8, 12) if sys.byteorder == "little" else (8, 12, 0, 4))], 1)
     factors = [*(math.ldexp(1.0, scale - 127) for scale in range(255)), math.nan]
-    return torch.tensor(pairs, device=device), torch.tensor(factors, device=device)
+    return signed[halves].to(device), torch.tensor(factors, dtype=dtype, device=device)
 
 
 def mxfp4_decode(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """packed uint8 [...,in/2], scale uint8 [...,in/32] -> weights [...,in].
 
     Exact in float32 and bfloat16, but for scales 253 and 254, whose largest values only float64 holds (others: infinity).
-    Raises ValueError for other dtypes and for shapes that do not fit.
+    Raises ValueError for shapes that do not fit.
     """
     _check(packed, scale)
-    pairs, factors = _tables(packed.device)
-    if dtype == torch.float64:
-        pairs, factors = pairs.double(), factors.double()
-    values = F.embedding(packed.int(), pairs).unflatten(-2, (-1, GROUP // 2)).flatten(-2)
-    return (values * factors[scale.int()].unsqueeze(-1)).flatten(-2).to(dtype)
+    # float16 lacks most of the factors; the other types hold every value and every factor, so their products are exact.
+    values, factors = _tables(packed.device, torch.float32 if dtype == torch.float16 else dtype)
+    number = packed.contiguous().view(torch.int16).int() & 0xFFFF
+    groups = torch.index_select(values, 0, number.flatten()).view(*scale.shape, GROUP)
+    return groups.mul_(factors[scale.int()].unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,7 +63,7 @@ def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     mantissa, exponent = torch.frexp(groups.abs().amax(-1))  # largest = mantissa * 2^exponent, mantissa in [0.5, 1)
     scale = (exponent - 3 + (mantissa >= 0.875).int() + 127).clamp(0, 254)
     scale = torch.where(mantissa == 0, 0, scale)
-    factors = _tables(weight.device)[1].to(groups.dtype) if not weight.is_meta else torch.ones(256, device="meta")
+    factors = _tables(weight.device, groups.dtype)[1]
     size = groups.abs() * factors[254 - scale].unsqueeze(-1)  # 2^-(scale - 127)
     code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     code = code + (size > 2.5) + (size >= 3.5) + (size > 5) + 8 * torch.signbit(groups)
@@ -69,11 +74,16 @@ def mxfp4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     """y = x W^T from packed weights: x [...,in], packed uint8 [out,in/2], scale uint8 [out,in/32] -> y [...,out], x's dtype.
 
-    Some rows of W at a time are unpacked, in x's dtype. Gradients reach x. Raises ValueError for shapes that do not fit.
+    A few rows of x meet the compiled product where there is one; else some rows of W at a time are unpacked, in x's dtype.
+    Gradients reach x. Raises ValueError for shapes that do not fit.
     """
     _check(packed, scale)
     if packed.dim() != 2 or x.shape[-1] != 2 * packed.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and packed {list(packed.shape)}; expected [...,in] and [out,in/2]")
+    n = x.shape[:-1].numel()
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if 0 < n <= FEW and not needs_grad and cpu.refusal(x.dtype, x.device, 1) is None:
+        return cpu.mxfp4_matmul(x.reshape(n, -1), packed, scale).view(*x.shape[:-1], -1).to(x.dtype)
     rows = max(TILE_BYTES // max(packed.shape[1], 1), 1)
     tiles = zip(packed.split(rows), scale.split(rows), strict=True)
     return torch.cat([F.linear(x, mxfp4_decode(part, factor, x.dtype)) for part, factor in tiles], -1)

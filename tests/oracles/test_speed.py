@@ -16,8 +16,9 @@ def test_kda_forward_takes_less_than_a_tenth_of_the_time_of_transformers():
     beta = torch.rand(1, 2048, 8, generator=generator)
     with torch.no_grad():
         expected, _ = chunk_kimi_delta_attention(q, k, v, g, beta, output_final_state=True)
-        o, _ = ops.kda(q, k, v, g, beta)
-        torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
-        ours = median_seconds(lambda: ops.kda(q, k, v, g, beta), 7)
         theirs = median_seconds(lambda: chunk_kimi_delta_attention(q, k, v, g, beta), 3)
-    assert ours < theirs / 10, f"{ours * 1e3:.0f} ms against {theirs * 1e3:.0f} ms"
+        for backend in ("chunked", None):
+            o, _ = ops.kda(q, k, v, g, beta, backend=backend)
+            torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+            ours = median_seconds(lambda backend=backend: ops.kda(q, k, v, g, beta, backend=backend), 7)
+            assert ours < theirs / 10, f"{backend}: {ours * 1e3:.0f} ms against {theirs * 1e3:.0f} ms"

@@ -39,12 +39,16 @@ def killer(mutant: Mutant, folder: Path) -> str | None:
     copy = folder / "project"
     for part in ("palimpsest", "tests"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", copy)
+    for name in ("pyproject.toml", "hatch_build.py"):
+        shutil.copy(ROOT / name, copy)
     path = copy / "palimpsest" / mutant.file
     source = path.read_text(encoding="utf-8")
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant.file} holds {source.count(mutant.old)} times: {mutant.old!r}")
     path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    if path.suffix == ".cpp":
+        build = "import hatch_build as b; assert all(b.compiles('c++', march, name) for name, march in b.TARGETS.items())"
+        subprocess.run([sys.executable, "-c", build], cwd=copy, check=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *mutant.tests]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600, env=environment)

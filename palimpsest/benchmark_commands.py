@@ -1,0 +1,112 @@
+"""The commands of `palimpsest benchmark`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import cyclopts
+from cyclopts import Parameter
+
+from palimpsest.config import InputError
+from palimpsest.output import check_json, write_json
+
+benchmark = cyclopts.App(name="benchmark", help="Measure this machine.")
+
+
+@benchmark.command
+def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) -> None:
+    """Time operations, decoding and training on the CPU. Nothing else should run; with peers about ten minutes.
+
+    Parameters
+    ----------
+    out
+        The file to write: every median with its spread, the machine, the commit and the command.
+    peers
+        Also run what transformers has for the same work, in the same process.
+    """
+    check_json(out)
+    from palimpsest import peers as others
+
+    write_json(out, {**_about(), "rows": others.cpu(peers, lambda line: print(line, flush=True))})
+
+
+def _about() -> dict[str, Any]:
+    """Where and when the figures of this process were measured."""
+    from palimpsest import __version__, lineage
+    from palimpsest.benchmark import machine
+
+    return {
+        "version": __version__,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(["palimpsest", *sys.argv[1:]]),
+        "commit": lineage.commit(),
+        "machine": machine(),
+    }
+
+
+@benchmark.command
+def calibrate(*, out: Path) -> None:
+    """Measure what this machine reaches, for `palimpsest plan --device FILE`. Half a minute; nothing else should run.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    """
+    check_json(out)
+    from palimpsest.calibration import calibrate as measure
+
+    write_json(out, {**_about(), **measure()})
+    print(f"{out}: give it to `palimpsest plan MODEL --device {out}`")
+
+
+@benchmark.command
+def validate(*, out: Path) -> None:
+    """Calibrate, run decode, prefill and training of three models, and compare with what is planned. Two minutes.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    """
+    check_json(out)
+    from palimpsest import validation
+    from palimpsest.calibration import calibrate as measure
+
+    result = validation.validate(measure())
+    write_json(out, {**_about(), **result})
+    print("\n".join(validation.lines(result)))
+
+
+@benchmark.command
+def offload(
+    *, out: Path, gigabytes: float = 13.0, cache_gigabytes: float = 2.0, tokens: int = 64, folder: Path | None = None
+) -> None:
+    """Decode a Kimi K3 whose experts stay on disk, and watch its memory. Writes a checkpoint of that size and removes it.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    gigabytes
+        Size of the checkpoint.
+    cache_gigabytes
+        Experts that are kept in memory.
+    tokens
+        How many tokens to decode.
+    folder
+        Where the checkpoint is written; the system's temporary folder if not given.
+    """
+    for name, value in (("gigabytes", gigabytes), ("cache-gigabytes", cache_gigabytes), ("tokens", tokens)):
+        if not 0 < value < 1e6:
+            raise InputError(f"benchmark offload: --{name} is {value}; expected more than 0")
+    check_json(out)
+    from palimpsest import oversize
+
+    result = oversize.measure(int(1e9 * gigabytes), int(1e9 * cache_gigabytes), tokens, folder)
+    write_json(out, {**_about(), **result})
+    print("\n".join(oversize.lines(result)))

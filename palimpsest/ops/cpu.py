@@ -1,0 +1,211 @@
+"""The compiled CPU backend: loads what hatch_build.py made of cpu.cpp, and gives it tensors.
+
+Every head of every document is worked on by one thread from its first token to its last, so a result does not depend on the
+batch, on other documents or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STREAM_BYTES = 12 << 20  # a state of this size leaves the caches before it is read again
+WIDEST = 256  # key channels that a token's place on the stack holds
+LIBRARIES = {"AVX512": "cpu_avx512.so", "AVX2": "cpu_avx2.so", "DEFAULT": "cpu_base.so"}
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "tokens", "heads", "value_heads", "key_dim", "value_dim")]
+
+
+class _Form(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("gate", "additive", "norm", "beta_is_logit", "stream")),
+        *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
+        *((name, ctypes.c_void_p) for name in ("rate", "bias")),
+    ]
+
+
+class _Grads(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "beta", "state")]
+
+
+@functools.cache
+def library() -> tuple[Any, str]:
+    """The library for this processor, or None, and the reason."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    path = Path(__file__).with_name(LIBRARIES.get(capability, LIBRARIES["DEFAULT"]))
+    if not path.exists():
+        return None, "not built: no C++ compiler was found at installation"
+    try:
+        # One pool of threads for torch and for this library: both must meet in the same OpenMP runtime.
+        runtime = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+        ctypes.CDLL(str(runtime[0]) if runtime else "libgomp.so.1", ctypes.RTLD_GLOBAL)
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        return None, f"cannot be loaded: {error}"
+    pointer = ctypes.c_void_p
+    loaded.palimpsest_forward.argtypes = [pointer] * 13 + [ctypes.c_int64, ctypes.c_int32]
+    loaded.palimpsest_backward.argtypes = [pointer] * 12 + [ctypes.c_int64, ctypes.c_int32]
+    loaded.palimpsest_mxfp4.argtypes = [pointer] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
+    loaded.palimpsest_forward.restype = loaded.palimpsest_backward.restype = loaded.palimpsest_mxfp4.restype = None
+    loaded.palimpsest_tile.restype = ctypes.c_int64
+    return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
+
+
+def refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> str | None:
+    """Why these inputs are not for this backend, or None."""
+    if device.type != "cpu":
+        return f"the tensors are on {device.type}"
+    if dtype == torch.float64:
+        return "the inputs are float64"
+    if key_dim > WIDEST:
+        return f"there are {key_dim} key channels, more than {WIDEST}"
+    loaded, reason = library()
+    return reason if loaded is None else None
+
+
+def fused(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
+    lengths: list[int] | None,
+    scale: float,
+    normalise: bool = False,
+    beta_is_logit: bool = False,
+    gate: tuple[Tensor, Tensor | None, float | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Forward pass with gate, norms and sigmoid inside: arguments as of `ops.kda`; g [B,T,HV,K] or [B,T,HV], raw with `gate`.
+
+    Returns float32 o [B,T,HV,V] and state. No gradient.
+    """
+    q, k, v = _ready(q), _ready(k), _ready(v)
+    g, beta = None if g is None else _ready(g), None if beta is None else _ready(beta)
+    rate, bias, bound = gate or (None, None, None)
+    rate, bias = None if rate is None else _ready(rate), None if bias is None else _ready(bias)
+    form = _Form(
+        0 if g is None else 1 if g.dim() == 4 else 2,
+        beta is None,
+        normalise,
+        beta_is_logit,
+        0,
+        scale,
+        bound or 0.0,
+        _pointer(rate),
+        _pointer(bias),
+    )
+    return _forward(q, k, v, g, beta, state, lengths, form, None)[:2]
+
+
+def differentiable(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor, lengths: list[int] | None
+) -> tuple[Tensor, Tensor]:
+    """As `reference.recurrence`, float32, with gradients: q scaled, q and k [B,T,HV,K], g [B,T,HV,K or 1]."""
+    return _Recurrence.apply(q, k, v, g, beta, state, lengths)  # type: ignore[return-value]
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Any, state: Tensor, lengths: Any) -> Any:
+        q, k, v = _ready(q), _ready(k), _ready(v)
+        g, beta = None if g is None else _ready(g), None if beta is None else _ready(beta)
+        gate = 0 if g is None else 1 if g.shape[-1] == q.shape[-1] and q.shape[-1] > 1 else 2
+        form = _Form(gate, beta is None, 0, 0, 0, 1.0, 0.0, None, None)
+        tiles = _tiles(lengths, q.shape[0], q.shape[1])
+        kept = v.new_empty(tiles[-1], v.shape[2], q.shape[3], v.shape[3])
+        o, final, bounds = _forward(q, k, v, g, beta, state, lengths, form, (kept, tiles))
+        ctx.save_for_backward(q, k, v, g, beta, kept)
+        ctx.form, ctx.tiles, ctx.bounds = form, tiles, bounds
+        return o, final
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, g, beta, kept = ctx.saved_tensors
+        d_o, d_state = _ready(grads[0]), _ready(grads[1]).clone()
+        found = [None if x is None else torch.empty_like(x) for x in (q, k, v, g, beta)]
+        tiles, bounds = (torch.tensor(x, dtype=torch.int64) for x in (ctx.tiles, ctx.bounds))
+        loaded, _ = library()
+        loaded.palimpsest_backward(
+            ctypes.byref(_shape(q, v)),
+            ctypes.byref(ctx.form),
+            *(_pointer(x) for x in (q, k, v, g, beta, kept, tiles, d_o)),
+            ctypes.byref(_Grads(*(_pointer(x) for x in (*found, d_state)))),
+            _pointer(bounds),
+            len(bounds) - 1,
+            torch.get_num_threads(),
+        )
+        return (*found, d_state, None)
+
+
+def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
+    """x float32 [n,in] against packed uint8 [out,in/2], scale uint8 [out,in/32] -> y float32 [n,out]; for a few rows of x."""
+    x, packed, scale = _ready(x), packed.contiguous(), scale.contiguous()
+    y = x.new_empty(len(x), len(packed))
+    sizes = len(x), len(packed), x.shape[1]
+    loaded, _ = library()
+    loaded.palimpsest_mxfp4(*(_pointer(each) for each in (packed, scale, x, y)), *sizes, torch.get_num_threads())
+    return y
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
+    lengths: list[int] | None,
+    form: _Form,
+    keep: tuple[Tensor, list[int]] | None,
+) -> tuple[Tensor, Tensor, list[int]]:
+    batch, tokens = q.shape[:2]
+    bounds = [tokens * row for row in range(batch + 1)] if lengths is None else [0, *itertools.accumulate(lengths)]
+    count = len(bounds) - 1
+    shape = (count, v.shape[2], q.shape[3], v.shape[3])
+    state = v.new_zeros(shape) if state is None else _ready(state)
+    o, final = torch.empty_like(v), v.new_empty(shape)
+    form.stream = final.nbytes > STREAM_BYTES and final.data_ptr() % 64 == 0
+    held, tiles = (None, None) if keep is None else (keep[0], (ctypes.c_int64 * (count + 1))(*keep[1]))
+    loaded, _ = library()
+    work = tokens * batch * v.shape[2] * q.shape[3] * v.shape[3]
+    loaded.palimpsest_forward(
+        ctypes.byref(_shape(q, v)),
+        ctypes.byref(form),
+        *(_pointer(x) for x in (q, k, v, g, beta, state, o, final, held)),
+        tiles,
+        (ctypes.c_int64 * (count + 1))(*bounds),
+        count,
+        # Waking other threads takes longer than a small step does.
+        torch.get_num_threads() if work > 1 << 17 else 1,
+    )
+    return o, final, bounds
+
+
+def _tiles(lengths: list[int] | None, batch: int, tokens: int) -> list[int]:
+    """Where the kept states of each document begin."""
+    tile = library()[0].palimpsest_tile()
+    counts = (-(-length // tile) for length in ([tokens] * batch if lengths is None else lengths))
+    return [0, *itertools.accumulate(counts)]
+
+
+def _shape(q: Tensor, v: Tensor) -> _Shape:
+    return _Shape(*q.shape[:3], v.shape[2], q.shape[3], v.shape[3])
+
+
+def _ready(x: Tensor) -> Tensor:
+    if x.dtype is torch.float32 and x.is_contiguous():  # asked first: each call below costs a microsecond of a short step
+        return x
+    return x.detach().to(torch.float32).contiguous()
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
