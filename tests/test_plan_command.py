@@ -130,6 +130,28 @@ def test_our_own_folders(name: str, tmp_path: Path) -> None:
     assert planned.name == "saved" and planned.config == pal.ModelConfig.preset(name)
 
 
+def test_deepseek(tmp_path: Path) -> None:
+    """The published sizes: 671,026,419,200 values with the routers' biases; a small one as transformers builds it."""
+    import torch
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    published: dict[str, Any] = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
+    published |= {"num_hidden_layers": 61, "num_attention_heads": 128, "n_routed_experts": 256, "q_lora_rank": 1536}
+    small: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 24}
+    small |= {"num_hidden_layers": 5, "num_attention_heads": 4, "n_routed_experts": 16, "q_lora_rank": None}
+    for sizes in (published, small):
+        config = DeepseekV3Config(**sizes, num_key_value_heads=sizes["num_attention_heads"])
+        config.save_pretrained(tmp_path)
+        with torch.device("meta"):
+            theirs = DeepseekV3ForCausalLM(config)
+        biases = sum(x.numel() for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias"))
+        planned = pal.plan(str(tmp_path), context=64)
+        assert planned.as_dict()["parameters"]["total"] == theirs.num_parameters() + biases
+        assert planned.as_dict()["memory"]["kv_bytes_per_token"] == 2 * sizes["num_hidden_layers"] * (512 + 64)
+        if sizes is published:
+            assert planned.as_dict()["parameters"]["total"] == 671_026_419_200
+
+
 DEEPSEEK = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "n_group": 8, "topk_group": 4}
 FILES = {
     "deepseek.json": json.dumps(DEEPSEEK),
@@ -145,10 +167,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["broken.json"], "broken.json: not valid JSON"),
     (["list.json"], "list.json: it holds no table"),
     (["other.json"], "model_type is 'mamba'"),
-    (
-        ["deepseek.json"],
-        "deepseek.json: model_type is 'deepseek_v3'; ModelConfig has no field for its choice of experts by groups",
-    ),
+    (["deepseek.json"], "config.json: field 'vocab_size' is missing"),
     (["kimi-k3", "--context", "many"], "context is 'many'; it must be a number of tokens such as"),
     (["kimi-k3", "--context", "0"], "context is '0'"),
     (["kimi-k3", "--context", "1.0001k"], "context is '1.0001k'.*whole"),
