@@ -18,21 +18,26 @@ from palimpsest.state import State
 
 def median_seconds(work: Callable[[], Any], repeats: int = 7) -> float:
     """The median wall time of `work` over `repeats` runs, after one that is not counted."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     work()
     times = []
     for _ in range(repeats):
+        wait()
         start = time.perf_counter()
         work()
+        wait()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures of this process were measured on."""
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """What the figures of this process were measured on; of a GPU its name and memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    on_gpu = device is not None and device.type == "cuda"
     return {
-        "processor": _processor(),
+        "processor": torch.cuda.get_device_name(device) if on_gpu else _processor(),
         "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0,
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else memory,
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -6,13 +6,16 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
 from palimpsest.config import InputError
 from palimpsest.output import check_json, write_json
+
+if TYPE_CHECKING:
+    import torch
 
 benchmark = cyclopts.App(name="benchmark", help="Measure this machine.")
 
@@ -34,7 +37,15 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     write_json(out, {**_about(), "rows": others.cpu(peers, lambda line: print(line, flush=True))})
 
 
-def _about() -> dict[str, Any]:
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("benchmark: --device is 'cuda'; torch finds no GPU here: leave it out")
+    return torch.device(name)
+
+
+def _about(device: torch.device | None = None) -> dict[str, Any]:
     """Where and when the figures of this process were measured."""
     from palimpsest import __version__, lineage
     from palimpsest.benchmark import machine
@@ -44,41 +55,48 @@ def _about() -> dict[str, Any]:
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["palimpsest", *sys.argv[1:]]),
         "commit": lineage.commit(),
-        "machine": machine(),
+        "machine": machine(device),
     }
 
 
 @benchmark.command
-def calibrate(*, out: Path) -> None:
+def calibrate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
     """Measure what this machine reaches, for `palimpsest plan --device FILE`. Half a minute; nothing else should run.
 
     Parameters
     ----------
     out
         The file to write.
+    device
+        On a CPU float32 is measured, on a GPU bfloat16.
     """
+    where = _device(device)
     check_json(out)
     from palimpsest.calibration import calibrate as measure
 
-    write_json(out, {**_about(), **measure()})
+    write_json(out, {**_about(where), **measure(where)})
     print(f"{out}: give it to `palimpsest plan MODEL --device {out}`")
 
 
 @benchmark.command
-def validate(*, out: Path) -> None:
+def validate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
     """Calibrate, run decode, prefill and training of three models, and compare with what is planned. Two minutes.
 
     Parameters
     ----------
     out
         The file to write.
+    device
+        On a CPU float32 is measured, on a GPU bfloat16.
     """
+    where = _device(device)
     check_json(out)
     from palimpsest import validation
     from palimpsest.calibration import calibrate as measure
 
-    result = validation.validate(measure())
-    write_json(out, {**_about(), **result})
+    runs = validation.RUNS if device == "cpu" else validation.GPU_RUNS
+    result = validation.validate(measure(where), where, runs)
+    write_json(out, {**_about(where), **result})
     print("\n".join(validation.lines(result)))
 
 

@@ -1,8 +1,12 @@
-"""Rates of this machine, measured on this package's own operations in float32; `palimpsest plan --device FILE` reads them."""
+"""Rates of this machine, measured on this package's own operations; `palimpsest plan --device FILE` reads them.
+
+On a CPU in float32, on a GPU in bfloat16.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ from palimpsest.state import Segments
 
 ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
 LONG = (128, 512, 2048)  # of training
-CPU = torch.device("cpu")
+MANY = (8192, 32768)  # beside those on a GPU
 Op = Callable[..., tuple[Tensor, Tensor]]
 OPS: dict[str, Op] = {
     "linear_attention": lambda q, k, v, g, b, s: ops.linear_attention(q, k, v, state=s),
@@ -37,15 +41,38 @@ TINY = ("gpt2-tiny", "smollm2-tiny", "linear-attention-tiny", "deltanet-tiny", "
 TINY += ("kimi-linear-tiny", "hybrid-latent-moe-tiny")
 
 
-def calibrate() -> dict[str, Any]:
+def calibrate(device: torch.device) -> dict[str, Any]:
     """A calibration: operations or bytes a second by kind of work, fixed seconds of every sublayer, and the machine."""
     keep_memory()
     torch.manual_seed(0)
+    with working_on(device):
+        return _calibrate(device)
+
+
+@contextmanager
+def working_on(device: torch.device) -> Iterator[None]:
+    """New tensors are there, and in the dtype that calibrations have there."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def here() -> torch.device:
+    """Where new tensors are made."""
+    return torch.empty(0).device
+
+
+def _calibrate(device: torch.device) -> dict[str, Any]:
+    many = () if device.type == "cpu" else MANY
     with torch.no_grad():
         found: dict[str, Any] = {
-            "linear": [[rows, linear(rows)] for rows in ROWS],
+            "linear": [[rows, linear(rows)] for rows in (*ROWS, *many)],
             "head": [[rows, head(rows)] for rows in ROWS[:-1]],
-            "experts": sorted(experts(tokens) for tokens in ROWS),
+            "experts": sorted(experts(tokens) for tokens in (*ROWS, *many)),
             "attention": attention(False),
             "cache": {"attention": cache(), "mla": latent_cache()},
             "chunks": {kind: recurrence(kind, 1024) for kind in OPS},
@@ -53,14 +80,19 @@ def calibrate() -> dict[str, Any]:
             "bytes_per_s": elementwise(),
             "fixed_s": fixed(),
         }
-    found["linear_training"] = [[rows, linear(rows, True)] for rows in LONG]
-    found["head_training"] = head(LONG[1], True)
-    found["experts_training"] = sorted(experts(tokens, True) for tokens in LONG)
+    found["linear_training"] = [[rows, linear(rows, True)] for rows in (*LONG, *many)]
+    found["head_training"] = head(LONG[1] if not many else many[0], True)
+    found["experts_training"] = sorted(experts(tokens, True) for tokens in (*LONG, *many))
     found["attention_training"] = attention(True)
     found["chunks_training"] = {kind: recurrence(kind, 1024, training=True) for kind in OPS}
-    facts = machine()
-    backend = ops.choose(1024, CPU)[0]
-    about = {"calibration": FORMAT, "dtype": "f32", "backend": backend, "memory_bytes": facts["memory_bytes"]}
+    facts = machine(device)
+    dtype = "f32" if device.type == "cpu" else "bf16"
+    about = {
+        "calibration": FORMAT,
+        "dtype": dtype,
+        "backend": ops.choose(1024, device)[0],
+        "memory_bytes": facts["memory_bytes"],
+    }
     return {**about, "machine": facts, **found}
 
 
@@ -114,7 +146,7 @@ def experts(tokens: int, training: bool = False) -> list[float]:
 def attention(training: bool) -> float:
     """Unmasked operations a second of causal attention over 1,024 tokens, 12 heads of 64; in training forward and backward."""
     q, k, v = (x.requires_grad_(training) for x in torch.randn(3, 1, 1024, 12, 64).unbind())
-    segments = Segments((0,), (1024,), None, CPU)
+    segments = Segments((0,), (1024,), None, here())
 
     def run() -> None:
         o = causal_attention(q, k, v, segments, 0.125)
@@ -127,7 +159,7 @@ def attention(training: bool) -> float:
 def cache() -> float:
     """Bytes a second of keys and values read by one query over 4,096 rows, in layers enough to fill no cache."""
     layers = [torch.randn(2, 1, 4096, 12, 64) for _ in range(6)]
-    q, segments = torch.randn(1, 1, 12, 64), Segments((4095,), (1,), None, CPU)
+    q, segments = torch.randn(1, 1, 12, 64), Segments((4095,), (1,), None, here())
 
     def run() -> None:
         for k, v in layers:
@@ -141,7 +173,7 @@ def latent_cache() -> float:
     mixer, size = MLA(ModelConfig.preset("kimi-linear-65m")), 4096
     layers = [(torch.randn(1, size, mixer.rank), torch.randn(1, size, mixer.rope)) for _ in range(6)]
     query = torch.randn(1, 1, mixer.heads, mixer.nope), torch.randn(1, 1, mixer.heads, mixer.rope)
-    segments = Segments((size - 1,), (1,), None, CPU)
+    segments = Segments((size - 1,), (1,), None, here())
 
     def run() -> None:
         for latent, shared in layers:
@@ -160,7 +192,7 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
         q, k, g = torch.randn(3, 1, tokens, 8, 64).unbind()
         v, beta = torch.randn(1, tokens, 8, columns), torch.rand(1, tokens, 8)
         leaves = [x.requires_grad_(training) for x in (ops.l2norm(q), ops.l2norm(k), v, -0.1 * g.sigmoid(), beta)]
-        drawn.append([*leaves, torch.zeros(1, 8, 64, columns)])
+        drawn.append([*leaves, torch.zeros(1, 8, 64, columns, dtype=torch.float32)])
 
     def run() -> None:
         for values in drawn:
@@ -188,7 +220,7 @@ def fixed() -> dict[str, float]:
         config = model.config
         ids = torch.ones(1, 1, dtype=torch.long)
         state = model(ids).state
-        x, segments = torch.randn(1, 1, config.hidden_size), Segments((1,), (1,), None, CPU)
+        x, segments = torch.randn(1, 1, config.hidden_size), Segments((1,), (1,), None, here())
         blocks: list[Any] = list(model.layers)
         for index, (block, held) in enumerate(zip(blocks, state.layers, strict=True)):
             mixer, mlp = form_of_mixer(config, config.mixers[index]), form_of_mlp(config, config.mlps[index])

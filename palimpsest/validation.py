@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from palimpsest.benchmark import median_seconds
+from palimpsest.calibration import working_on
 from palimpsest.config import ModelConfig, TrainConfig
 from palimpsest.model import Model
 from palimpsest.optim import make_optimizer
@@ -38,33 +39,44 @@ RUNS = (
 )
 
 
-def validate(calibration: dict[str, Any], runs: tuple[Run, ...] = RUNS, repeats: int = 5) -> dict[str, Any]:
+# A GPU is not kept busy by small ones.
+GPU_RUNS = (
+    *(Run("decode", "gpt2-124m", *size) for size in ((128, 1), (512, 32), (960, 128))),
+    *(Run("decode", "kda-124m", *size) for size in ((128, 1), (2048, 32), (4096, 128))),
+    *(Run("decode", "kimi-linear-65m", *size) for size in ((128, 1), (4096, 16), (16384, 32))),
+    *(Run("prefill", *run) for run in (("gpt2-124m", 1024, 8), ("kda-124m", 4096, 4), ("kimi-linear-65m", 8192, 2))),
+    *(Run("training", *run) for run in (("gpt2-124m", 1024, 8), ("kda-124m", 2048, 4), ("kimi-linear-65m", 2048, 4))),
+)
+
+
+def validate(calibration: dict[str, Any], where: torch.device, runs: tuple[Run, ...], repeats: int = 5) -> dict[str, Any]:
     """Rows of predicted and measured seconds with their relative error, the median of its size, and the calibration used."""
     keep_memory()
-    device = calibrated(calibration, "calibration")
+    device, dtype = calibrated(calibration, "calibration"), calibration["dtype"]
     rows = []
     for preset in dict.fromkeys(run.preset for run in runs):
         torch.manual_seed(0)
-        model = Model(ModelConfig.preset(preset))
+        with working_on(where):
+            model = Model(ModelConfig.preset(preset))
         for run in (each for each in runs if each.preset == preset):
-            measured = median_seconds(_work(model, run), repeats)
-            predicted = predict(model.config, run, device)
+            with working_on(where):
+                measured = median_seconds(_work(model, run), repeats)
+            predicted = predict(model.config, run, device, dtype)
             rows.append({**run._asdict(), "predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1})
     median = statistics.median(abs(row["error"]) for row in rows)
     return {"rows": rows, "median_error": median, "calibration": calibration}
 
 
-def predict(config: ModelConfig, run: Run, device: Device) -> float:
+def predict(config: ModelConfig, run: Run, device: Device, dtype: str) -> float:
     """Seconds of one run."""
     if run.work == "training":
         return times.training_seconds(config, device, ONE, run.batch, run.context)["total"]
     new, past = (1, run.context) if run.work == "decode" else (run.context, 0)
-    return times.pass_seconds(config, "f32", device, ONE, run.batch, new, past, 1)["total"]
+    return times.pass_seconds(config, dtype, device, ONE, run.batch, new, past, 1)["total"]
 
 
 def _work(model: Model, run: Run) -> Callable[[], Any]:
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (run.batch, run.context), generator=draw)
+    ids = torch.randint(model.config.vocab_size, (run.batch, run.context))
     if run.work == "training":
         optimizer = make_optimizer(model, TrainConfig())
 

@@ -135,7 +135,12 @@ def test_deepseek(tmp_path: Path) -> None:
     import torch
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    published: dict[str, Any] = {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
+    published: dict[str, Any] = {
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+    }
     published |= {"num_hidden_layers": 61, "num_attention_heads": 128, "n_routed_experts": 256, "q_lora_rank": 1536}
     small: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "moe_intermediate_size": 24}
     small |= {"num_hidden_layers": 5, "num_attention_heads": 4, "n_routed_experts": 16, "q_lora_rank": None}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import palimpsest as pal
 from palimpsest import calibration, validation
@@ -30,7 +31,7 @@ def rates(**changes: Any) -> dict[str, Any]:
     found |= {"cache": {"attention": fast, "mla": fast}, "fixed_s": dict.fromkeys([*forms, "norm rms", "norm layer"], 0.0)}
     found["fixed_s"] |= {"pass": 0.0, "source": 0.0}
     found |= dict.fromkeys(("attention", "attention_training", "head_training", "bytes_per_s"), fast)
-    return {**found, "calibration": 1, "backend": "chunked", "memory_bytes": 10**9, **changes}
+    return {**found, "calibration": 1, "backend": "chunked", "dtype": "f32", "memory_bytes": 10**9, **changes}
 
 
 def test_one_sequence_reads_its_weights_and_its_cache() -> None:
@@ -125,7 +126,7 @@ def test_a_state_is_moved_once_a_token_and_memory_costs_calls() -> None:
 
 @pytest.mark.slow
 def test_this_machine_can_be_calibrated_and_planned(tmp_path: Path) -> None:
-    found = calibration.calibrate()
+    found = calibration.calibrate(torch.device("cpu"))
     (tmp_path / "here.json").write_text(json.dumps(found), encoding="utf-8")
     for name in pal.presets():
         planned = pal.plan(name, context=256, device=str(tmp_path / "here.json"))
@@ -136,23 +137,24 @@ def test_this_machine_can_be_calibrated_and_planned(tmp_path: Path) -> None:
 
 def test_a_validation_says_what_was_predicted_and_measured() -> None:
     runs = tuple(validation.Run(work, "kda-tiny", 16, 2) for work in ("decode", "prefill", "training"))
-    result = validation.validate(rates(), runs, repeats=1)
+    result = validation.validate(rates(), torch.device("cpu"), runs, repeats=1)
     for row in result["rows"]:
         assert row["measured_s"] > 0 and row["error"] == row["predicted_s"] / row["measured_s"] - 1
     assert result["median_error"] == sorted(abs(row["error"]) for row in result["rows"])[1]
     assert len(list(validation.lines(result))) == len(runs) + 2
 
 
-def test_the_recorded_validation_holds() -> None:
+@pytest.mark.parametrize("name", ["plan-cpu.json"])
+def test_the_recorded_validations_hold(name: str) -> None:
     """What this machine or another measured, written by `palimpsest benchmark validate`."""
-    result = json.loads((ROOT / "benchmarks" / "plan-cpu.json").read_text(encoding="utf-8"))
+    result = json.loads((ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
     assert len(result["rows"]) >= 12 and result["median_error"] <= 0.15
     assert {row["work"] for row in result["rows"]} == {"decode", "prefill", "training"}
     assert result["commit"] and "benchmark validate" in result["command"]
     device = devices.calibrated(result["calibration"], "recorded")
     for row in result["rows"]:
         run = validation.Run(row["work"], row["preset"], row["context"], row["batch"])
-        again = validation.predict(pal.ModelConfig.preset(run.preset), run, device)
+        again = validation.predict(pal.ModelConfig.preset(run.preset), run, device, result["calibration"]["dtype"])
         assert again == pytest.approx(row["predicted_s"], rel=1e-9), "times changed: measure again"
 
 

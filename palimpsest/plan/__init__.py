@@ -153,7 +153,7 @@ def plan(
     """
     name, config, published = model_of(model)
     where = device_of(device)
-    chosen = dtype or ("f32" if where.measured is not None else published)
+    chosen = dtype or (where.measured["dtype"] if where.measured is not None else published)
     if chosen not in SIZES:
         raise InputError(f"plan: dtype is {chosen!r}; it must be one of {', '.join(SIZES)}{suggestion(chosen, SIZES)}")
     if chosen not in _dtypes(config):

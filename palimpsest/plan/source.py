@@ -59,7 +59,7 @@ def deepseek(document: dict[str, Any]) -> ModelConfig:
         if type(given[key]) is not int or given[key] < 0:
             raise InputError(f"config.json: {key} is {given[key]!r}; it must be a whole number")
     experts = (i >= given["first_k_dense_replace"] and i % max(given["moe_layer_freq"], 1) == 0 for i in range(layers))
-    mlps = tuple("moe" if chosen else "swiglu" for chosen in experts)
+    mlps: Any = tuple("moe" if chosen else "swiglu" for chosen in experts)
     heads = {"num_key_value_heads": values["num_attention_heads"], "head_dim": values["qk_nope_head_dim"]}
     return ModelConfig(mixers=("mla",) * layers, mlps=mlps, mla_use_nope=False, **heads, **values)
 

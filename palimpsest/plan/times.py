@@ -211,7 +211,7 @@ def _rows_of_expert(c: ModelConfig, tokens: int) -> float:
 
 
 def _activations(c: ModelConfig, rates: dict[str, Any], batch: int, tokens: int) -> float:
-    return activations(c, batch, tokens, "f32", compiled=rates["backend"] == "cpu")
+    return activations(c, batch, tokens, rates["dtype"], compiled=rates["backend"] == "cpu")
 
 
 def _recurrence(c: ModelConfig, kind: str, rates: dict[str, Any], batch: int, tokens: int) -> float:
@@ -242,7 +242,8 @@ def training_seconds(
         parts["optimizer"] = parameter_bytes / (device.bytes_per_s * BANDWIDTH_EFFICIENCY) / accumulation
     else:
         parts = _measured_training(c, device.measured, ops, batch, tokens, recompute)
-        parts["optimizer"] = 28 * count / device.measured["bytes_per_s"] / accumulation
+        moved = 7 * SIZES[device.measured["dtype"]] * count  # as above
+        parts["optimizer"] = moved / device.measured["bytes_per_s"] / accumulation
     parts = {kind: value * accumulation for kind, value in parts.items()}
     return {**parts, "total": sum(parts.values())}
 
