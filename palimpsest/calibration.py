@@ -66,6 +66,11 @@ def here() -> torch.device:
     return torch.empty(0).device
 
 
+def copies() -> int:
+    """Sequences side by side in what is measured for its rate: a GPU is idle with one, and what it is asked for by one."""
+    return 1 if here().type == "cpu" else 32
+
+
 def _calibrate(device: torch.device) -> dict[str, Any]:
     many = () if device.type == "cpu" else MANY
     with torch.no_grad():
@@ -145,41 +150,41 @@ def experts(tokens: int, training: bool = False) -> list[float]:
 
 def attention(training: bool) -> float:
     """Unmasked operations a second of causal attention over 1,024 tokens, 12 heads of 64; in training forward and backward."""
-    q, k, v = (x.requires_grad_(training) for x in torch.randn(3, 1, 1024, 12, 64).unbind())
-    segments = Segments((0,), (1024,), None, here())
+    q, k, v = (x.requires_grad_(training) for x in torch.randn(3, copies(), 1024, 12, 64).unbind())
+    segments = Segments((0,) * copies(), (1024,) * copies(), None, here())
 
     def run() -> None:
         o = causal_attention(q, k, v, segments, 0.125)
         if training:
             o.sum().backward()
 
-    return (3 if training else 1) * 4 * 12 * 64 * 1024 * 1025 / 2 / median_seconds(run, 5)
+    return (3 if training else 1) * copies() * 4 * 12 * 64 * 1024 * 1025 / 2 / median_seconds(run, 5)
 
 
 def cache() -> float:
     """Bytes a second of keys and values read by one query over 4,096 rows, in layers enough to fill no cache."""
-    layers = [torch.randn(2, 1, 4096, 12, 64) for _ in range(6)]
-    q, segments = torch.randn(1, 1, 12, 64), Segments((4095,), (1,), None, here())
+    layers = [torch.randn(2, copies(), 4096, 12, 64) for _ in range(6)]
+    q, segments = torch.randn(copies(), 1, 12, 64), Segments((4095,) * copies(), (1,) * copies(), None, here())
 
     def run() -> None:
         for k, v in layers:
             causal_attention(q, k, v, segments, 0.125)
 
-    return sum(4 * layer.numel() for layer in layers) / median_seconds(run, 5)
+    return sum(layer.nbytes for layer in layers) / median_seconds(run, 5)
 
 
 def latent_cache() -> float:
     """The same of the latents of MLA, in its absorbed form."""
     mixer, size = MLA(ModelConfig.preset("kimi-linear-65m")), 4096
-    layers = [(torch.randn(1, size, mixer.rank), torch.randn(1, size, mixer.rope)) for _ in range(6)]
-    query = torch.randn(1, 1, mixer.heads, mixer.nope), torch.randn(1, 1, mixer.heads, mixer.rope)
-    segments = Segments((size - 1,), (1,), None, here())
+    layers = [(torch.randn(copies(), size, mixer.rank), torch.randn(copies(), size, mixer.rope)) for _ in range(6)]
+    query = torch.randn(copies(), 1, mixer.heads, mixer.nope), torch.randn(copies(), 1, mixer.heads, mixer.rope)
+    segments = Segments((size - 1,) * copies(), (1,) * copies(), None, here())
 
     def run() -> None:
         for latent, shared in layers:
             mixer.attend_absorbed(*query, latent, shared, segments)
 
-    return 6 * 4 * size * (mixer.rank + mixer.rope) / median_seconds(run, 5)
+    return sum(x.nbytes + y.nbytes for x, y in layers) / median_seconds(run, 5)
 
 
 def recurrence(kind: str, tokens: int, training: bool = False) -> float:
@@ -189,10 +194,10 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
     columns = 65 if kind == "linear_attention" else 64
     layers, drawn = 1 if tokens > 2 else 12, []
     for _ in range(layers):
-        q, k, g = torch.randn(3, 1, tokens, 8, 64).unbind()
-        v, beta = torch.randn(1, tokens, 8, columns), torch.rand(1, tokens, 8)
+        q, k, g = torch.randn(3, copies(), tokens, 8, 64).unbind()
+        v, beta = torch.randn(copies(), tokens, 8, columns), torch.rand(copies(), tokens, 8)
         leaves = [x.requires_grad_(training) for x in (ops.l2norm(q), ops.l2norm(k), v, -0.1 * g.sigmoid(), beta)]
-        drawn.append([*leaves, torch.zeros(1, 8, 64, columns, dtype=torch.float32)])
+        drawn.append([*leaves, torch.zeros(copies(), 8, 64, columns, dtype=torch.float32)])
 
     def run() -> None:
         for values in drawn:
@@ -202,14 +207,18 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
 
     seconds = median_seconds(run, 7)
     if tokens <= 2:
-        return layers * 4 * 8 * 64 * columns / seconds
-    return (flops.recurrence(config, kind, tokens) + training * flops.recurrence_backward(config, kind, tokens)) / seconds
+        return copies() * layers * 4 * 8 * 64 * columns / seconds
+    return (
+        copies()
+        * (flops.recurrence(config, kind, tokens) + training * flops.recurrence_backward(config, kind, tokens))
+        / seconds
+    )
 
 
 def elementwise() -> float:
     """Bytes a second of two operations on 1,024 tokens of 2,048 channels, by which five such tensors cross memory."""
-    x, y = torch.randn(2, 1024, 2048).unbind()
-    return 5 * 4 * x.numel() / median_seconds(lambda: F.silu(x) * y, 9)
+    x, y = torch.randn(2, copies() * 1024, 2048).unbind()
+    return 5 * x.nbytes / median_seconds(lambda: F.silu(x) * y, 9)
 
 
 def fixed() -> dict[str, float]:
