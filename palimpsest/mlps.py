@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.moe import MoE
 
 
@@ -44,8 +45,8 @@ class GELU(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.use_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
@@ -56,9 +57,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, intermediate_size, bias=config.use_bias)
-        self.up_proj = nn.Linear(config.hidden_size, intermediate_size, bias=config.use_bias)
-        self.down_proj = nn.Linear(intermediate_size, config.hidden_size, bias=config.use_bias)
+        self.gate_proj = Linear(config.hidden_size, intermediate_size, bias=config.use_bias)
+        self.up_proj = Linear(config.hidden_size, intermediate_size, bias=config.use_bias)
+        self.down_proj = Linear(intermediate_size, config.hidden_size, bias=config.use_bias)
         self.activation = activation(name, config)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from palimpsest import mixers, mlps, residuals
 from palimpsest.config import InputError, ModelConfig
+from palimpsest.linear import Linear, Linear8
 from palimpsest.mixers import GatedDeltaNet, ShortConvolution
 from palimpsest.moe import Experts, MoE, PackedExperts, Router
 from palimpsest.ops import document_lengths, linear_cross_entropy, mxfp4_encode, rms_norm
@@ -90,7 +91,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
         self.output_residual = Site(config) if config.residual != "sum" else None
         self.norm = _norm(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.reset_parameters()
@@ -203,6 +204,8 @@ class Model(nn.Module):
     def num_parameters(self, active: bool = False) -> int:
         """All parameters, or those one token uses: without token and position tables, the head once, chosen experts."""
         total = _count(self)
+        if self.config.tie_word_embeddings and isinstance(self.lm_head, Linear8):
+            total -= self.lm_head.code.numel()  # the embedding once more, in eight bits
         if not active:
             return total
         if not self.config.tie_word_embeddings:
@@ -314,7 +317,9 @@ def _targets(labels: Tensor, segments: Segments) -> Tensor:
 
 def _count(module: nn.Module) -> int:
     """Parameters; a packed byte holds two, scales are no parameters of their own."""
-    sizes = {name: parameter.numel() for name, parameter in module.named_parameters() if not name.endswith("_scale")}
+    sizes = {
+        name: parameter.numel() for name, parameter in module.named_parameters() if not name.endswith(("_scale", ".scale"))
+    }
     on_disk = sum(getattr(each, "unread", 0) for each in module.modules())
     return on_disk + sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
 

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import InputError, ModelConfig
+from palimpsest.linear import Linear
 
 
 def route(
@@ -142,13 +143,13 @@ class MoE(nn.Module):
         if config.num_shared_experts:
             inner = config.num_shared_experts * config.moe_intermediate_size
             self.shared_experts = GatedMLP(config, config.moe_hidden_act, inner)
-        self.shared_expert_gate = nn.Linear(width, 1, bias=False) if config.shared_expert_gate else None
+        self.shared_expert_gate = Linear(width, 1, bias=False) if config.shared_expert_gate else None
         self.latent = latent is not None
         if latent is not None:
-            self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
+            self.routed_expert_down_proj = Linear(width, latent, bias=False)
             use_norm, self.norm_eps = config.latent_moe_use_norm, config.rms_norm_eps
             self.routed_expert_norm = nn.RMSNorm(latent, config.rms_norm_eps) if use_norm else None
-            self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
+            self.routed_expert_up_proj = Linear(latent, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, -2)

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palimpsest import ops
+from palimpsest import llama_cpp, ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import pack
 from palimpsest.model import Model
 from palimpsest.progress import keep_memory
+from palimpsest.published import save
+from palimpsest.tokenizer import Tokenizer
 
 Row = dict[str, Any]
 Run = Callable[[], Any]
@@ -196,33 +201,75 @@ def long_sequence(has_transformers: bool) -> list[Row]:
     return [{"work": "1,048,576 tokens in pieces of 8192, H 2, D 64", "times": times, "figures": figures}]
 
 
+PROMPT, STEPS = 512, 32  # tokens
+
+
 @torch.inference_mode()
 def decode(has_transformers: bool) -> list[Row]:
-    """Whole models: a prompt of 512 tokens, then 32 tokens one by one."""
+    """Whole models in three number formats: a prompt of 512 tokens, then 32 tokens one by one. Prompts in float32 only."""
     rows = []
-    for preset in ("kimi-linear-65m", "gpt2-124m"):
+    for preset, dtype in itertools.product(("gpt2-124m", "kimi-linear-65m"), ("f32", "bf16", "q8_0")):
         torch.manual_seed(0)
         model = Model(ModelConfig.preset(preset)).eval()
-        ids = torch.randint(model.config.vocab_size, (1, 512))
-        start = model(ids).state
-
-        def run(model: Model = model, start: Any = start, ids: Tensor = ids) -> None:
-            state = start
-            for t in range(32):
-                state = model(ids[:, t : t + 1], state).state
-
-        runs: dict[str, Run] = {"prefill": lambda m=model, i=ids: m.hidden(i), "decode": run}
-        if has_transformers:
-            theirs = _their_model(model)
-            cache = theirs(ids, use_cache=True)
-            runs["transformers prefill"] = lambda m=theirs, i=ids: m(i, use_cache=True, logits_to_keep=1)
-            runs["transformers decode"] = lambda m=theirs, i=ids, c=cache: _their_decode(m, i, c)
-        times = medians(runs)
-        figures = {"prefill tokens/s": 512e3 / times["prefill"]["ms"], "decode tokens/s": 32e3 / times["decode"]["ms"]}
-        for part in ("prefill", "decode") if has_transformers else ():
-            figures[f"transformers / ours, {part}"] = times[f"transformers {part}"]["ms"] / times[part]["ms"]
-        rows.append({"work": f"{preset}, float32", "times": times, "figures": figures})
+        ids = torch.randint(model.config.vocab_size, (1, PROMPT))
+        theirs: dict[str, Run] = {}
+        if has_transformers and llama_cpp.is_installed():
+            theirs = _their_llama(model, dtype, ids)
+        if dtype == "q8_0":
+            pack(model)
+        elif dtype == "bf16":
+            model.to(torch.bfloat16)
+        state = model(ids).state
+        runs: dict[str, Run] = {"decode": lambda m=model, i=ids, s=state: _our_decode(m, i, s)}
+        if dtype == "f32":
+            runs["prefill"] = lambda m=model, i=ids: m.logits(m.hidden(i)[0][:, -1:])
+        if has_transformers and dtype == "f32":
+            other = _their_model(model)
+            cache = other(ids, use_cache=True)
+            runs["transformers decode"] = lambda m=other, i=ids, c=cache: _their_decode(m, i, c)
+            runs["transformers prefill"] = lambda m=other, i=ids: m(i, use_cache=True, logits_to_keep=1)
+        times = medians({**runs, **theirs})
+        figures = {"decode tokens/s": STEPS * 1e3 / times["decode"]["ms"]}
+        if "prefill" in times:
+            figures["prefill tokens/s"] = PROMPT * 1e3 / times["prefill"]["ms"]
+        for name in times:
+            other_name, _, part = name.rpartition(" ")
+            if other_name and part in times:
+                figures[f"{other_name} / ours, {part}"] = times[name]["ms"] / times[part]["ms"]
+        rows.append({"work": f"{preset}, {dtype}", "times": times, "figures": figures})
     return rows
+
+
+def _our_decode(model: Model, ids: Tensor, state: Any) -> None:
+    for t in range(STEPS):
+        state = model(ids[:, t : t + 1], state).state
+
+
+def _their_llama(model: Model, dtype: str, ids: Tensor) -> dict[str, Run]:
+    """llama.cpp on a file that `pal.save` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        save(model, path, tokenizer=Tokenizer.bytes(), dtype=dtype)
+        llama = llama_cpp.Llama(path)
+    threads, prompt = torch.get_num_threads(), ids[0].tolist()
+
+    def prefill(length: int) -> Any:
+        context = llama.context(threads)
+        llama.step(context, prompt[:length], 0, every=False)
+        return context
+
+    # Its memory does not go back: eight runs follow one another, so they begin earlier to have the same length on average.
+    start = PROMPT - 4 * STEPS
+    context, places = prefill(start), itertools.count(start)
+
+    def draw() -> None:
+        for t in range(STEPS):
+            llama.step(context, prompt[t : t + 1], next(places))
+
+    runs: dict[str, Run] = {"llama.cpp decode": draw}
+    if dtype == "f32":
+        runs["llama.cpp prefill"] = lambda: llama.lib.llama_free(prefill(PROMPT))
+    return runs
 
 
 def training(has_transformers: bool) -> list[Row]:

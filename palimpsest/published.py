@@ -11,25 +11,44 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from palimpsest import checkpoint
-from palimpsest.config import InputError
+from palimpsest.config import InputError, suggestion
 from palimpsest.convert import Layout, folder, gguf, gguf_in, gguf_out
+from palimpsest.linear import Linear8, pack
 from palimpsest.model import Model
 from palimpsest.offload import DiskExperts
 from palimpsest.tokenizer import Tokenizer
 
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": None}
 
-def load(path: str | Path, offload: str | None = None, cache_bytes: int = 1_000_000_000) -> tuple[Model, Tokenizer | None]:
+
+def load(
+    path: str | Path, offload: str | None = None, cache_bytes: int = 1_000_000_000, dtype: str | None = None
+) -> tuple[Model, Tokenizer | None]:
     """The model and the tokenizer of a folder or a GGUF file; of a run folder its newest checkpoint.
 
-    Weights keep the dtype of the file; experts packed in four bits stay packed. Nothing that lies in the folder is run, and
-    no pickle is read. With `offload="disk"` the routed experts of a published folder stay on disk: those that tokens choose
-    are read, and `cache_bytes` of them are kept (offload.py; `model.layers[i].mlp.experts.cache.hit_rate`).
+    Weights keep the dtype of the file, or get `dtype`: 'f32', 'bf16', 'f16', or 'q8_0', eight bits in the linear maps and the
+    rest as it was, for a model that is run and not trained. Experts packed in four bits stay packed. Nothing that lies in the
+    folder is run, and no pickle is read. With `offload="disk"` the routed experts of a published folder stay on disk: those$
+    tokens choose are read, and `cache_bytes` of them are kept (offload.py; `model.layers[i].mlp.experts.cache.hit_rate`).
 
     Raises InputError, one line with the file, the tensor, what was expected and what was found, before any tensor is read;
     for NaN or infinity, when it is met.
     """
     path = Path(path)
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; weights can be {', '.join(DTYPES)}{suggestion(dtype, DTYPES)}")
+    model, tokenizer = _load(path, offload, cache_bytes)
+    if dtype == "q8_0":
+        pack(model)
+    elif dtype is not None:
+        model.to(DTYPES[dtype])
+    return model, tokenizer
+
+
+def _load(path: Path, offload: str | None, cache_bytes: int) -> tuple[Model, Tokenizer | None]:
     if offload is not None:
         if offload != "disk" or not is_published(path):
             raise InputError(f"{path}: offload is {offload!r}; only 'disk' is possible, and only for published folders")
@@ -50,6 +69,8 @@ def save(model: Model, path: str | Path, tokenizer: Tokenizer | None = None, dty
     check_tokenizer(model, tokenizer)
     if any(isinstance(module, DiskExperts) for module in model.modules()):
         raise InputError("model: its experts are on disk, so it is not saved; load it without offload, or copy its folder")
+    if any(isinstance(module, Linear8) for module in model.modules()):
+        raise InputError("model: its weights are in eight bits, so it is not saved; load it without dtype='q8_0', or copy it")
     if Path(path).suffix == ".gguf":
         gguf_out.save(model, Path(path), tokenizer, dtype)
         return

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.state import KeyValue, Rows, Segments
 
 
@@ -28,11 +29,11 @@ class Attention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=bias)
-        self.g_proj = nn.Linear(width, self.heads * self.head_dim, bias=False) if config.attention_output_gate else None
+        self.q_proj = Linear(width, self.heads * self.head_dim, bias=bias)
+        self.k_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.v_proj = Linear(width, self.kv_heads * self.head_dim, bias=bias)
+        self.o_proj = Linear(self.heads * self.head_dim, width, bias=bias)
+        self.g_proj = Linear(width, self.heads * self.head_dim, bias=False) if config.attention_output_gate else None
         self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.norm_eps = config.rms_norm_eps

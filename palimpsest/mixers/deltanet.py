@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.mixers.linear_attention import LinearAttention
 
 
@@ -23,7 +24,7 @@ class DeltaNet(LinearAttention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.b_proj = nn.Linear(config.hidden_size, self.value_heads, bias=False)
+        self.b_proj = Linear(config.hidden_size, self.value_heads, bias=False)
         self.o_norm = nn.RMSNorm(self.value_dim, config.rms_norm_eps)
         self.norm_eps = config.rms_norm_eps
         self.allow_neg_eigval = config.allow_neg_eigval

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.mixers.deltanet import DeltaNet
 
 
@@ -29,7 +30,7 @@ class GatedDeltaNet(DeltaNet):
         self.add_output_gate(config)
 
     def add_decay(self, config: ModelConfig) -> None:
-        self.a_proj = nn.Linear(config.hidden_size, self.value_heads, bias=False)
+        self.a_proj = Linear(config.hidden_size, self.value_heads, bias=False)
         self.A_log = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
 
@@ -40,10 +41,10 @@ class GatedDeltaNet(DeltaNet):
             return
         bias = config.linear_output_gate_bias
         if rank is None:
-            self.g_proj = nn.Linear(width, values, bias=bias)
+            self.g_proj = Linear(width, values, bias=bias)
         else:
-            self.g_a_proj = nn.Linear(width, rank, bias=False)
-            self.g_b_proj = nn.Linear(rank, values, bias=bias)
+            self.g_a_proj = Linear(width, rank, bias=False)
+            self.g_b_proj = Linear(rank, values, bias=bias)
 
     @torch.no_grad()
     def reset_decay(self, zero_rate: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.mixers.gated_deltanet import GatedDeltaNet
 
 
@@ -22,8 +23,8 @@ class KDA(GatedDeltaNet):
 
     def add_decay(self, config: ModelConfig) -> None:
         channels = self.value_heads * self.key_dim
-        self.f_a_proj = nn.Linear(config.hidden_size, self.value_dim, bias=False)
-        self.f_b_proj = nn.Linear(self.value_dim, channels, bias=False)
+        self.f_a_proj = Linear(config.hidden_size, self.value_dim, bias=False)
+        self.f_b_proj = Linear(self.value_dim, channels, bias=False)
         self.A_log = nn.Parameter(torch.zeros(self.value_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
         self.lower_bound = config.gate_lower_bound

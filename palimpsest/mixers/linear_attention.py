@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.state import Recurrent, Segments
 
 NORMALISER_EPS = 1e-6
@@ -65,10 +66,10 @@ class LinearAttention(nn.Module):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.taps = config.linear_conv_kernel_dim
-        self.q_proj = nn.Linear(width, keys, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, values, bias=False)
-        self.o_proj = nn.Linear(values, width, bias=False)
+        self.q_proj = Linear(width, keys, bias=False)
+        self.k_proj = Linear(width, keys, bias=False)
+        self.v_proj = Linear(width, values, bias=False)
+        self.o_proj = Linear(values, width, bias=False)
         if self.taps:
             self.q_conv1d = ShortConvolution(keys, self.taps)
             self.k_conv1d = ShortConvolution(keys, self.taps)

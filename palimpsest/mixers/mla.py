@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.linear import Linear
 from palimpsest.mixers.attention import causal_attention, rotate
 from palimpsest.state import Latent, Rows, Segments
 
@@ -33,16 +34,16 @@ class MLA(nn.Module):
         self.rope_theta = None if config.mla_use_nope else config.rope_theta
         queries, values = self.heads * (self.nope + self.rope), self.heads * self.value_dim
         if config.q_lora_rank is None:
-            self.q_proj = nn.Linear(width, queries, bias=False)
+            self.q_proj = Linear(width, queries, bias=False)
         else:
-            self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
+            self.q_a_proj = Linear(width, config.q_lora_rank, bias=False)
             self.q_a_layernorm = nn.RMSNorm(config.q_lora_rank, LOW_RANK_NORM_EPS)
-            self.q_b_proj = nn.Linear(config.q_lora_rank, queries, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(width, self.rank + self.rope, bias=False)
+            self.q_b_proj = Linear(config.q_lora_rank, queries, bias=False)
+        self.kv_a_proj_with_mqa = Linear(width, self.rank + self.rope, bias=False)
         self.kv_a_layernorm = nn.RMSNorm(self.rank, LOW_RANK_NORM_EPS)
-        self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.value_dim), bias=False)
-        self.g_proj = nn.Linear(width, values, bias=False) if config.mla_use_output_gate else None
-        self.o_proj = nn.Linear(values, width, bias=False)
+        self.kv_b_proj = Linear(self.rank, self.heads * (self.nope + self.value_dim), bias=False)
+        self.g_proj = Linear(width, values, bias=False) if config.mla_use_output_gate else None
+        self.o_proj = Linear(values, width, bias=False)
         # New tokens above which forming k and v for every row costs less than scoring in the latent space.
         extra = 2 * self.rank - self.nope - self.value_dim
         self.break_even = self.rank * (self.nope + self.value_dim) / extra if extra > 0 else float("inf")

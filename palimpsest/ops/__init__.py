@@ -18,12 +18,15 @@ from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
 from palimpsest.ops.cross_entropy import linear_cross_entropy
 from palimpsest.ops.grouped import grouped_matmul
+from palimpsest.ops.linear import GROUP as Q8_0_GROUP
+from palimpsest.ops.linear import linear, q8_0_decode, q8_0_encode, q8_0_matmul
 from palimpsest.ops.mxfp4 import GROUP as MXFP4_GROUP
 from palimpsest.ops.mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_matmul
 from palimpsest.ops.reference import recurrence
 
 __all__ = [
     "MXFP4_GROUP",
+    "Q8_0_GROUP",
     "backends",
     "choose",
     "delta_rule",
@@ -32,11 +35,15 @@ __all__ = [
     "kda",
     "kda_gate",
     "l2norm",
+    "linear",
     "linear_attention",
     "linear_cross_entropy",
     "mxfp4_decode",
     "mxfp4_encode",
     "mxfp4_matmul",
+    "q8_0_decode",
+    "q8_0_encode",
+    "q8_0_matmul",
     "rms_norm",
     "short_conv",
 ]

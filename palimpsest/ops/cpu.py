@@ -54,7 +54,9 @@ def library() -> tuple[Any, str]:
     loaded.palimpsest_forward.argtypes = [pointer] * 13 + [ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_backward.argtypes = [pointer] * 12 + [ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_mxfp4.argtypes = [pointer] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
-    loaded.palimpsest_forward.restype = loaded.palimpsest_backward.restype = loaded.palimpsest_mxfp4.restype = None
+    loaded.palimpsest_few.argtypes = [pointer] * 4 + [ctypes.c_int32] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
+    for function in ("forward", "backward", "mxfp4", "few"):
+        getattr(loaded, f"palimpsest_{function}").restype = None
     loaded.palimpsest_tile.restype = ctypes.c_int64
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
 
@@ -153,6 +155,26 @@ def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     sizes = len(x), len(packed), x.shape[1]
     loaded, _ = library()
     loaded.palimpsest_mxfp4(*(_pointer(each) for each in (packed, scale, x, y)), *sizes, torch.get_num_threads())
+    return y
+
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+
+
+def few_matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x float32 or bfloat16 [n,in], a few rows, against weight [out,in] -> y [n,out], as x.
+
+    The weight is float32 or bfloat16, or int8 with scale float16 [out,in/32].
+    """
+    x, weight, y = x.contiguous(), weight.contiguous(), x.new_empty(len(x), len(weight))
+    loaded, _ = library()
+    loaded.palimpsest_few(
+        *(_pointer(each) for each in (weight, scale, x, y)),
+        KINDS[weight.dtype],
+        x.dtype is torch.bfloat16,
+        *(len(x), *weight.shape),
+        torch.get_num_threads() if weight.numel() > 1 << 16 else 1,
+    )
     return y
 
 

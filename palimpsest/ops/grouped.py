@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palimpsest.ops.linear import linear
+
 FEW = 16  # rows of a decoding step, which meet few of the experts
 
 
@@ -35,7 +37,7 @@ def _few(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     rows = x.split(counts[chosen].tolist())
     if not chosen:
         return x.new_zeros(0, weight.shape[1])
-    return torch.cat([part @ weight[expert].mT for part, expert in zip(rows, chosen, strict=True)])
+    return torch.cat([linear(part, weight[expert]) for part, expert in zip(rows, chosen, strict=True)])
 
 
 class _Grouped(torch.autograd.Function):

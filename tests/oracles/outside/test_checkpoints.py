@@ -18,64 +18,11 @@ import pytest
 import torch
 
 import palimpsest as pal
+from palimpsest.llama_cpp import Llama
 from palimpsest.tokenizer import Tokenizer
 
 GREEDY = pal.SamplingConfig(max_new_tokens=24, temperature=0.0)
 PROMPT = "to be or not to be"
-
-
-class Llama:
-    """A GGUF file in llama.cpp: its tokenizer, its logits, its likeliest continuation."""
-
-    def __init__(self, path: Path) -> None:
-        bindings: Any = import_module("llama_cpp_py_sync._cffi_bindings")
-        package: Any = import_module("xllamacpp")
-        self.ffi = bindings.get_ffi()
-        self.lib: Any = self.ffi.dlopen(str(Path(package.__file__).parent / "xllamacpp.abi3.so"))
-        self.lib.llama_backend_init()
-        self.model = self.lib.llama_model_load_from_file(str(path).encode(), self.lib.llama_model_default_params())
-        assert self.model != self.ffi.NULL, f"llama.cpp does not open {path}"
-        self.vocab = self.lib.llama_model_get_vocab(self.model)
-
-    def encode(self, text: str) -> list[int]:
-        raw = text.encode()
-        ids = self.ffi.new("llama_token[]", len(raw) + 1)
-        count = self.lib.llama_tokenize(self.vocab, raw, len(raw), ids, len(raw) + 1, False, False)
-        return list(ids[0:count])
-
-    def decode(self, ids: list[int]) -> str:
-        text = b""
-        for i in ids:
-            piece = self.ffi.new("char[]", 256)
-            text += bytes(self.ffi.buffer(piece, self.lib.llama_token_to_piece(self.vocab, i, piece, 256, 0, True)))
-        return text.decode("utf-8", "replace")
-
-    def run(self, ids: list[int], count: int) -> tuple[torch.Tensor, list[int]]:
-        """Logits of all tokens, and `count` drawn after them, one step at a time."""
-        settings = self.lib.llama_context_default_params()
-        settings.n_ctx, settings.n_threads, settings.n_threads_batch = 512, 2, 2
-        settings.type_k = settings.type_v = settings.flash_attn_type = 0  # float32 rows, plain attention
-        context = self.lib.llama_init_from_model(self.model, settings)
-        size = self.lib.llama_vocab_n_tokens(self.vocab)
-
-        def step(tokens: list[int], at: int) -> np.ndarray[Any, Any]:
-            batch = self.lib.llama_batch_init(len(tokens), 0, 1)
-            batch.n_tokens = len(tokens)
-            for n, token in enumerate(tokens):
-                batch.token[n], batch.pos[n], batch.n_seq_id[n], batch.logits[n] = token, at + n, 1, 1
-                batch.seq_id[n][0] = 0
-            assert self.lib.llama_decode(context, batch) == 0
-            rows = [self.ffi.buffer(self.lib.llama_get_logits_ith(context, n), size * 4) for n in range(len(tokens))]
-            found = np.stack([np.frombuffer(row, np.float32).copy() for row in rows])
-            self.lib.llama_batch_free(batch)
-            return found
-
-        logits = step(ids, 0)
-        drawn = [int(logits[-1].argmax())]
-        while len(drawn) < count:
-            drawn.append(int(step(drawn[-1:], len(ids) + len(drawn) - 1)[-1].argmax()))
-        self.lib.llama_free(context)
-        return torch.from_numpy(logits), drawn
 
 
 def random_model(preset: str, **fields: Any) -> pal.Model:
@@ -121,7 +68,8 @@ def test_llama_cpp_continues_as_we_do(tmp_path: Path, tokenizer: Tokenizer, pres
         pal.save(model, path, tokenizer=tokenizer, dtype=dtype)
         other = Llama(path)
         assert other.encode(PROMPT) == ids
-        logits, drawn = other.run(ids, 24)
+        found, drawn = other.run(ids, 24)
+        logits = torch.from_numpy(found)
         assert 0.5 < expected.std() < 3
         assert (logits - expected).square().mean().sqrt() < limit, dtype
         if dtype == "f32":
@@ -134,7 +82,7 @@ def test_llama_cpp_reads_experts_in_four_bits(tmp_path: Path, tokenizer: Tokeniz
     model = random_model("kimi-k3-tiny", vocab_size=tokenizer.vocab_size, rms_norm_eps=1e-6)
     pal.save(model, tmp_path / "m.gguf", tokenizer=tokenizer, dtype="mxfp4")
     ids = tokenizer.encode(PROMPT)
-    logits, _ = Llama(tmp_path / "m.gguf").run(ids, 1)
+    logits = torch.from_numpy(Llama(tmp_path / "m.gguf").run(ids, 1)[0])
     with torch.no_grad():
         plain = model(torch.tensor([ids])).logits[0]
         model.pack_experts()

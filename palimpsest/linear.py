@@ -1,0 +1,48 @@
+"""Linear maps of all layers: y = x W^T + b, and the same with weights in eight bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from palimpsest import ops
+
+
+class Linear(nn.Linear):
+    """torch's, whose steps of a few tokens on a CPU run at the speed of memory (ops/linear.py)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return ops.linear(input, self.weight, self.bias)
+
+
+class Linear8(nn.Module):
+    """x [...,in] -> [...,out] with Q8_0 weights: `code` int8 [out,in] and `scale`, the bits of float16 [out,in/32].
+
+    It is not trained. As whole numbers both keep their type when a model is moved to another dtype.
+    """
+
+    code: nn.Parameter
+    scale: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        code, scale = ops.q8_0_encode(source.weight.detach())
+        self.code, self.scale = (nn.Parameter(x, requires_grad=False) for x in (code, scale.view(torch.int16)))
+        self.bias = source.bias
+
+    @property
+    def weight(self) -> Tensor:
+        """The weights [out,in] in float32."""
+        return ops.q8_0_decode(self.code, self.scale.view(torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.q8_0_matmul(x, self.code, self.scale.view(torch.float16), self.bias)
+
+
+def pack(model: nn.Module) -> None:
+    """Puts Linear8 in place of every linear map of a model that is a multiple of 32 wide and used as a map only."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is Linear and child.in_features % ops.Q8_0_GROUP == 0 and name != "kv_b_proj":
+                setattr(parent, name, Linear8(child))  # kv_b_proj is taken apart where latents are attended to
