@@ -106,13 +106,14 @@ def train(
     run: Path | None = None,
     /,
     *,
-    out: Path,
+    out: Path | None = None,
     preset: str | None = None,
     text: list[Path] | None = None,
     tokenizer: str = "bytes",
     set: list[str] | None = None,
     encoding_errors: Literal["strict", "replace"] = "strict",
     resume: Annotated[bool, Parameter(negative="")] = False,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
     settings: Annotated[TrainConfig | None, Parameter(name="*")] = None,
     json: Json = None,
 ) -> None:
@@ -136,9 +137,11 @@ def train(
         strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
     resume
         Go on with the run in the folder, at its newest checkpoint.
+    dry_run
+        Print parameters, memory, tokens, learning rates and optimiser groups; train nothing and write nothing.
     """
     check_json(json)
-    from palimpsest.recipe import Recipe
+    from palimpsest.recipe import Recipe, render
 
     if run is not None:
         given = [flag for flag, value in (("--preset", preset), ("--text", text), ("--set", set)) if value is not None]
@@ -152,6 +155,13 @@ def train(
             raise InputError("train needs a run file, or --preset and --text; see `palimpsest train --help`")
         overrides = dict(_assignment(item) for item in set or [])
         recipe = Recipe(preset, overrides, settings or TrainConfig(), text, tokenizer, 0.1, encoding_errors).checked()
+    if dry_run:
+        facts = recipe.rehearse()
+        print(render(facts))
+        write_json(json, facts)
+        return
+    if out is None:
+        raise InputError("train: --out is missing; name the folder of the run, or give --dry-run")
     result = recipe.run(out, resume)
     print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
     write_json(json, result)

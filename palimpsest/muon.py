@@ -93,24 +93,31 @@ class Muon(Precise, torch.optim.Optimizer):
         return self.stepped(self.update)
 
 
+def muon_groups(model: Model, config: TrainConfig) -> list[dict[str, Any]]:
+    """Muon's group first, with `blocks` beside its parameters, then AdamW's."""
+    taken = matrices(model)
+    ours: dict[str, Any] = {"name": "muon", "params": [], "param_names": [], "blocks": []}
+    ours["weight_decay"] = config.weight_decay
+    rest = []
+    for group in parameter_groups(model, config.weight_decay):
+        pairs = list(zip(group["param_names"], group["params"], strict=True))
+        for name, parameter in pairs:
+            if name in taken:
+                ours["params"].append(parameter)
+                ours["param_names"].append(name)
+                ours["blocks"].append(taken[name])
+        left = [(name, parameter) for name, parameter in pairs if name not in taken]
+        if left:
+            names, parameters = zip(*left, strict=True)
+            rest.append({**group, "params": list(parameters), "param_names": list(names)})
+    return [ours, *rest]
+
+
 class MuonAndAdamW:
     """Both optimisers as one: Muon for `matrices`, AdamW for everything else."""
 
     def __init__(self, model: Model, config: TrainConfig, lr: float) -> None:
-        taken = matrices(model)
-        ours: dict[str, Any] = {"params": [], "param_names": [], "blocks": [], "weight_decay": config.weight_decay}
-        rest = []
-        for group in parameter_groups(model, config.weight_decay):
-            pairs = list(zip(group["param_names"], group["params"], strict=True))
-            for name, parameter in pairs:
-                if name in taken:
-                    ours["params"].append(parameter)
-                    ours["param_names"].append(name)
-                    ours["blocks"].append(taken[name])
-            left = [(name, parameter) for name, parameter in pairs if name not in taken]
-            if left:
-                names, parameters = zip(*left, strict=True)
-                rest.append({**group, "params": list(parameters), "param_names": list(names)})
+        ours, *rest = muon_groups(model, config)
         self.muon = Muon([ours], lr)
         self.adamw = AdamW(rest, lr, (config.beta1, config.beta2))
 

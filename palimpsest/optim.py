@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if parameter.dim() >= 2 and id(parameter) not in tables
     }
     groups = [
-        {"params": [], "param_names": [], "weight_decay": weight_decay},
-        {"params": [], "param_names": [], "weight_decay": 0.0},
+        {"name": "matrices", "params": [], "param_names": [], "weight_decay": weight_decay},
+        {"name": "others", "params": [], "param_names": [], "weight_decay": 0.0},
     ]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -153,6 +154,23 @@ class AdamW(Precise, torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self.stepped(lambda: torch.optim.AdamW.step(self, closure))
+
+
+def group_table(model: Model, config: TrainConfig) -> list[dict[str, Any]]:
+    """The groups that `make_optimizer` would make, ready for JSON; also of a model on the meta device.
+
+    name, optimizer, weight_decay, tensors, parameters, kinds (the last words of the parameters' names, each once).
+    """
+    from palimpsest.muon import muon_groups
+
+    groups = muon_groups(model, config) if config.optimizer == "muon" else parameter_groups(model, config.weight_decay)
+    rows = []
+    for group in groups:
+        kinds = [re.sub(r"\.weight$", "", name).rsplit(".", 1)[-1] for name in group["param_names"]]
+        row = {"name": group["name"], "optimizer": "muon" if "blocks" in group else "adamw"}
+        row |= {"weight_decay": group["weight_decay"], "tensors": len(group["params"])}
+        rows.append({**row, "parameters": sum(p.numel() for p in group["params"]), "kinds": list(dict.fromkeys(kinds))})
+    return rows
 
 
 def make_optimizer(model: Model, config: TrainConfig) -> AdamW | MuonAndAdamW:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +23,14 @@ from typing import Any, Literal
 
 import torch
 
-from palimpsest import checkpoint, data
+from palimpsest import checkpoint, data, forecast
 from palimpsest.config import InputError, ModelConfig, TrainConfig, suggestion
 from palimpsest.model import Model
+from palimpsest.optim import TrainingFailed, group_table, learning_rate
+from palimpsest.plan.units import bytes_text, count_text
 from palimpsest.progress import keep_memory
 from palimpsest.tokenizer import Tokenizer
-from palimpsest.train import Trainer
+from palimpsest.train import Trainer, Work
 
 TABLES = {"model": None, "data": ("text", "tokenizer", "validation_share", "encoding_errors"), "train": None}
 
@@ -97,49 +101,99 @@ class Recipe:
         if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out}: not an empty folder; resume the run in it with --resume, or give another --out")
         existed = out.exists()
-        tokenizer = self._tokenizer(out, resume)
-        config = ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides})
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config = None
         try:
-            tokens = self._tokens(out, tokenizer, resume)
-            tokens.check_vocab(config.vocab_size)
-            torch.manual_seed(self.train.seed)
-            model = Model(config)
-            held_out = max(1, round(tokens.num_tokens * self.validation_share))
-            if tokens.num_tokens - held_out < self.train.context_length or held_out < 2:
-                raise InputError(
-                    f"text: {tokens.num_tokens} tokens, {held_out} of them for validation; training needs at least one "
-                    f"sequence of context_length {self.train.context_length}: give more text or a shorter context"
-                )
-            trainer = Trainer(
-                model,
-                self.train,
-                tokens.tokens[:-held_out],
-                tokens.tokens[-held_out:],
-                folder=out,
-                bytes_per_token=tokens.num_bytes / tokens.num_tokens,
-                tokenizer=tokenizer,
-            )
+            trainer = self._trainer(out, resume, device)
+            config = trainer.model.config
             if resume:
                 trainer.resume()
+            keep_memory()
+            trainer.run()
         except InputError:
-            if not resume:
+            if not resume and config is None:
                 self._undo(out, existed)
             raise
-        keep_memory()
-        trainer.run()
-        checkpoint.save(model, out, tokenizer=tokenizer)
+        except (RuntimeError, MemoryError) as error:
+            if not forecast.is_out_of_memory(error):
+                raise
+            config = config or self._config(self._tokenizer(out, resume=True))
+            raise TrainingFailed(forecast.advice(config, self.train, device)) from error
+        checkpoint.save(trainer.model, out, tokenizer=trainer.tokenizer)
         nats = trainer.evaluate()
         return {
             "folder": str(out),
             "steps": trainer.steps_done,
             "tokens": trainer.tokens_done,
             "seconds": trainer.seconds,
-            "parameters": model.num_parameters(),
-            "active_parameters": model.num_parameters(active=True),
+            "parameters": trainer.model.num_parameters(),
+            "active_parameters": trainer.model.num_parameters(active=True),
             "val_nats_per_token": nats,
-            "model": config.to_dict(),
+            "model": trainer.model.config.to_dict(),
             "train": self.train.to_dict(),
         }
+
+    def _trainer(self, out: Path, resume: bool, device: torch.device) -> Trainer:
+        """Tokens in `out`, the model and its trainer; a model that does not fit the device raises as torch does."""
+        tokenizer = self._tokenizer(out, resume)
+        config = self._config(tokenizer)
+        tokens = self._tokens(out, tokenizer, resume)
+        tokens.check_vocab(config.vocab_size)
+        held_out = self._held_out(tokens)
+        torch.manual_seed(self.train.seed)
+        model = Model(config).to(device)
+        peak, source = forecast.peak_flops(device, self.train.precision)
+        print(f"MFU is a share of {peak / 1e12:.4g} TFLOP/s ({source})", file=sys.stderr)
+        return Trainer(
+            model,
+            self.train,
+            tokens.tokens[:-held_out],
+            tokens.tokens[-held_out:],
+            folder=out,
+            bytes_per_token=tokens.num_bytes / tokens.num_tokens,
+            tokenizer=tokenizer,
+            work=Work(forecast.step_flops(config, self.train), peak),
+        )
+
+    def rehearse(self) -> dict[str, Any]:
+        """What `run` would do, ready for JSON; reads the text, makes its tokens aside and keeps nothing."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer = self._tokenizer(Path(folder), False)
+            config = self._config(tokenizer)
+            tokens = self._tokens(Path(folder), tokenizer, False)
+            tokens.check_vocab(config.vocab_size)
+            held_out = self._held_out(tokens)
+            found = {"train": tokens.num_tokens - held_out, "validation": held_out, "vocab_size": tokenizer.vocab_size}
+        with torch.device("meta"):
+            model = Model(config)
+        train = self.train
+        step_tokens = train.batch_size * train.accumulation * train.context_length
+        used = step_tokens * train.steps
+        marks = sorted({1, train.warmup_steps or 1, *(max(train.steps * part // 4, 1) for part in range(1, 5))})
+        return {
+            "parameters": model.num_parameters(),
+            "active_parameters": model.num_parameters(active=True),
+            "groups": group_table(model, train),
+            "tokens": {**found, "per_step": step_tokens, "in_all": used, "repeats": used / found["train"]},
+            "schedule": [{"step": step, "lr": learning_rate(step - 1, train)} for step in marks if step <= train.steps],
+            "estimate": forecast.facts(config, train, device),
+            "model": config.to_dict(),
+            "train": train.to_dict(),
+        }
+
+    def _config(self, tokenizer: Tokenizer) -> ModelConfig:
+        return ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides})
+
+    def _held_out(self, tokens: data.TokenFile) -> int:
+        """How many tokens at the end are for validation."""
+        held_out = max(1, round(tokens.num_tokens * self.validation_share))
+        if tokens.num_tokens - held_out < self.train.context_length or held_out < 2:
+            raise InputError(
+                f"text: {tokens.num_tokens} tokens, {held_out} of them for validation; training needs at least one "
+                f"sequence of context_length {self.train.context_length}: give more text or a shorter context"
+            )
+        return held_out
 
     def _tokenizer(self, out: Path, resume: bool) -> Tokenizer:
         if self.tokenizer == "bytes":
@@ -167,3 +221,32 @@ class Recipe:
         shutil.rmtree(out / "data", ignore_errors=True)
         if not existed and out.exists() and not any(out.iterdir()):
             out.rmdir()
+
+
+def render(facts: dict[str, Any]) -> str:
+    """What `Recipe.rehearse` found, as text for a terminal."""
+    tokens, train, estimate = facts["tokens"], facts["train"], facts["estimate"]
+    size = f"{train['accumulation']} x {train['batch_size']} x {train['context_length']}"
+    lines = [
+        f"parameters    {facts['parameters']:,} ({facts['active_parameters']:,} active for a token)",
+        f"tokens        {tokens['train']:,} to train on, {tokens['validation']:,} to validate, "
+        f"vocabulary {tokens['vocab_size']:,}",
+        f"steps         {train['steps']:,} of {size} = {tokens['per_step']:,} tokens; {tokens['in_all']:,} in all, "
+        f"so the text is read {tokens['repeats']:.4g} times",
+        f"rate          {train['schedule']}: "
+        + ", ".join(f"{mark['lr']:.4g} at step {mark['step']:,}" for mark in facts["schedule"]),
+        f"operations    {count_text(estimate['step_flops'])} a step",
+    ]
+    held = estimate["memory_bytes"]
+    kinds = ("weights", "gradients", "optimizer", "activations", "loss")
+    parts = ", ".join(f"{kind} {bytes_text(held[kind])}" for kind in kinds)
+    where = estimate["device"] if estimate["num_devices"] == 1 else f"each of {estimate['num_devices']} devices"
+    lines.append(f"memory        about {bytes_text(held['peak'])} of tensors on {where} at the height of a step")
+    lines.append(f"              {parts}")
+    lines.append(f"\n{'group':<10}{'optimizer':<11}{'decay':>6}{'tensors':>9}{'parameters':>15}  of")
+    for row in facts["groups"]:
+        kinds = textwrap.wrap(", ".join(row["kinds"]), 74)
+        numbers = f"{row['weight_decay']:>6g}{row['tensors']:>9,}{row['parameters']:>15,}"
+        lines.append(f"{row['name']:<10}{row['optimizer']:<11}{numbers}  {kinds[0]}")
+        lines += [" " * 53 + more for more in kinds[1:]]
+    return "\n".join(lines)

@@ -14,9 +14,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,12 +26,13 @@ from palimpsest import checkpoint
 from palimpsest.balance import Balancer
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.data import Batches
+from palimpsest.gradients import backward, predicted, split_documents
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
 from palimpsest.progress import Display, interrupts, memory_bytes
 from palimpsest.tokenizer import Tokenizer
 
-__all__ = ["Trainer", "TrainingFailed", "backward"]
+__all__ = ["Trainer", "TrainingFailed", "Work", "backward", "split_documents"]
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints")  # may change when a run is resumed
@@ -40,43 +41,11 @@ BLOCK_TOKENS = 1 << 20  # token arrays may be larger than memory and are looked 
 Record = dict[str, Any]
 
 
-MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
+class Work(NamedTuple):
+    """Operations of one step, and how many the machine is taken to do in a second at its best: for MFU."""
 
-
-def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32") -> float:
-    """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
-
-    ids and labels are int64 [B,T], or [1,total] with cu_seqlens. Every predicted token counts the same wherever it is, so
-    the result is that of one large batch. Without any predicted token it is 0.
-    """
-    counts = [_predicted(labels, bounds) for _, labels, bounds in micro_batches]
-    total = torch.zeros(())
-    for (ids, labels, bounds), count in zip(micro_batches, counts, strict=True):
-        if count == 0:
-            continue
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = model.loss(ids, labels, bounds)
-        share = loss * (count / sum(counts))
-        share.backward()
-        total = total + share.detach()
-    return float(total)
-
-
-def _predicted(labels: Tensor, bounds: Tensor | None) -> int:
-    """How many tokens are predicted: labelled ones, but for the first of every sequence."""
-    if bounds is None:
-        return int((labels[:, 1:] != -100).sum())
-    firsts = bounds[:-1][bounds.diff() > 0]
-    return int((labels != -100).sum()) - int((labels[0, firsts] != -100).sum())
-
-
-def split_documents(ids: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
-    """Rows [B,T] as one packed row [1,B*T] and its boundaries: every row, and every token behind an end of text, begins one."""
-    flat = ids.reshape(1, -1)
-    begins = torch.zeros(flat.shape[1] + 1, dtype=torch.bool, device=ids.device)
-    begins[:: ids.shape[1]] = True
-    begins[1:] |= flat[0] == eos_id
-    return flat, begins.nonzero().squeeze(1)
+    step_flops: float
+    peak_flops_per_s: float
 
 
 class Trainer:
@@ -87,7 +56,7 @@ class Trainer:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
-        moe_max_violation, moe_idle_experts (of that step)
+        moe_max_violation, moe_idle_experts (of that step); with `work` also mfu
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -103,8 +72,9 @@ class Trainer:
         bytes_per_token: float | None = None,
         tokenizer: Tokenizer | None = None,
         report: Callable[[Record], Any] | None = None,
+        work: Work | None = None,
     ) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self.work = model, config, work
         self.folder = None if folder is None else Path(folder)
         self.validation_tokens, self.bytes_per_token = validation_tokens, bytes_per_token
         self.tokenizer, self.report = tokenizer, report
@@ -197,8 +167,8 @@ class Trainer:
             ids, bounds = self._arranged(ids.to(self.device))
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
                 loss = self.model.loss(ids, ids, bounds)
-            predicted = _predicted(ids, bounds)
-            total, count = total + float(loss) * predicted, count + predicted
+            tokens_here = predicted(ids, bounds)
+            total, count = total + float(loss) * tokens_here, count + tokens_here
         self.model.train(was_training)
         return total / count
 
@@ -250,6 +220,7 @@ class Trainer:
                 "memory_bytes": memory,
                 "seconds": self.seconds,
                 **self.balancer.metrics(),
+                **self._mfu(tokens_per_s),
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)
@@ -257,6 +228,13 @@ class Trainer:
             self._record({**place, **self._validate(), "seconds": self.seconds}, records)
         if self.folder is not None and due(self.config.checkpoint_every):
             self.save()
+
+    def _mfu(self, tokens_per_s: float) -> Record:
+        """Model FLOPs utilisation: the share of the assumed peak that the matrix products of a step make up."""
+        if self.work is None:
+            return {}
+        steps_per_s = tokens_per_s * self.steps_done / self.tokens_done
+        return {"mfu": steps_per_s * self.work.step_flops / self.work.peak_flops_per_s}
 
     def _validate(self) -> Record:
         nats = self.evaluate()

@@ -1,0 +1,48 @@
+"""The gradients of one step: of the mean over all tokens that its micro-batches predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from palimpsest.model import Model
+
+MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
+
+
+def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32") -> float:
+    """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
+
+    ids and labels are int64 [B,T], or [1,total] with cu_seqlens. Every predicted token counts the same wherever it is, so
+    the result is that of one large batch. Without any predicted token it is 0.
+    """
+    counts = [predicted(labels, bounds) for _, labels, bounds in micro_batches]
+    total = torch.zeros(())
+    for (ids, labels, bounds), count in zip(micro_batches, counts, strict=True):
+        if count == 0:
+            continue
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            loss = model.loss(ids, labels, bounds)
+        share = loss * (count / sum(counts))
+        share.backward()
+        total = total + share.detach()
+    return float(total)
+
+
+def predicted(labels: Tensor, bounds: Tensor | None) -> int:
+    """How many tokens are predicted: labelled ones, but for the first of every sequence."""
+    if bounds is None:
+        return int((labels[:, 1:] != -100).sum())
+    firsts = bounds[:-1][bounds.diff() > 0]
+    return int((labels != -100).sum()) - int((labels[0, firsts] != -100).sum())
+
+
+def split_documents(ids: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
+    """Rows [B,T] as one packed row [1,B*T] and its boundaries: every row, and every token behind an end of text, begins one."""
+    flat = ids.reshape(1, -1)
+    begins = torch.zeros(flat.shape[1] + 1, dtype=torch.bool, device=ids.device)
+    begins[:: ids.shape[1]] = True
+    begins[1:] |= flat[0] == eos_id
+    return flat, begins.nonzero().squeeze(1)
