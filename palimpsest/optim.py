@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -203,6 +203,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return highest * left + highest * config.min_learning_rate_ratio * (1 - left)
 
 
+def joint_norm(tensors: Sequence[Tensor]) -> float:
+    """The L2 norm of all tensors as one, in float32 (float64 tensors their own in float64)."""
+    if not tensors:
+        return 0.0
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+    return float(torch.linalg.vector_norm(torch.stack([n.float() for n in norms])))
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float, step: int | None = None) -> float:
     """Scales all gradients so that their joint L2 norm is at most `max_norm` (0: leaves them); returns the norm before.
@@ -210,10 +218,7 @@ def clip_gradients(model: nn.Module, max_norm: float, step: int | None = None) -
     Raises TrainingFailed when the norm is not finite, naming `step` when it is given; the gradients then stay as they are.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if not gradients:
-        return 0.0
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    norm = float(torch.linalg.vector_norm(torch.stack([n.float() for n in norms])))
+    norm = joint_norm(gradients)
     if not math.isfinite(norm):
         where = "" if step is None else f"step {step}: "
         raise TrainingFailed(f"{where}the gradient norm is {norm}; lower learning_rate, or raise warmup_steps")

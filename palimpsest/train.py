@@ -31,6 +31,7 @@ from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
 from palimpsest.progress import Display, interrupts, memory_bytes
 from palimpsest.tokenizer import Tokenizer
+from palimpsest.watch import Watch
 
 __all__ = ["Trainer", "TrainingFailed", "Work", "backward", "split_documents"]
 
@@ -56,7 +57,8 @@ class Trainer:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
-        moe_max_violation, moe_idle_experts (of that step); with `work` also mfu
+        moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; groups: of every group of the
+        optimiser its grad_norm (before clipping) and update_ratio
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -101,6 +103,7 @@ class Trainer:
         self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
+        self.watch, self.groups = Watch(model, self.optimizer), {}
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
         self._claimed = False
@@ -128,12 +131,17 @@ class Trainer:
         try:
             if not math.isfinite(loss):
                 raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
+            is_logged = self._due(self.config.log_every, number)
+            if is_logged:
+                self.watch.before_update()
             self.grad_norm = clip_gradients(self.model, self.config.grad_clip, number)
         except TrainingFailed as error:
             raise TrainingFailed(f"{error} ({self._last_checkpoint()})") from None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if is_logged:
+            self.groups = self.watch.after_update()
         self.balancer.end()
         self.steps_done = number
         self._torn = False
@@ -199,13 +207,11 @@ class Trainer:
                 self._display.close()
         return records
 
+    def _due(self, every: int, step: int) -> bool:
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
     def _after_step(self, loss: float, records: list[Record]) -> None:
-        is_last = self.steps_done == self.config.steps
-
-        def due(every: int) -> bool:
-            return is_last or (every > 0 and self.steps_done % every == 0)
-
-        is_logged = due(self.config.log_every)
+        is_logged = self._due(self.config.log_every, self.steps_done)
         (tokens, seconds), memory = self._mark, memory_bytes(self.device)
         tokens_per_s = (self.tokens_done - tokens) / max(self.seconds - seconds, 1e-9)
         self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
@@ -221,12 +227,13 @@ class Trainer:
                 "seconds": self.seconds,
                 **self.balancer.metrics(),
                 **self._mfu(tokens_per_s),
+                "groups": self.groups,
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)
-        if self.validation_tokens is not None and due(self.config.eval_every):
+        if self.validation_tokens is not None and self._due(self.config.eval_every, self.steps_done):
             self._record({**place, **self._validate(), "seconds": self.seconds}, records)
-        if self.folder is not None and due(self.config.checkpoint_every):
+        if self.folder is not None and self._due(self.config.checkpoint_every, self.steps_done):
             self.save()
 
     def _mfu(self, tokens_per_s: float) -> Record:

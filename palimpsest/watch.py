@@ -1,0 +1,40 @@
+"""What is looked at in a logged step beside the loss: gradients and updates by group of the optimiser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from palimpsest.optim import AdamW, joint_norm
+
+if TYPE_CHECKING:
+    from palimpsest.muon import MuonAndAdamW
+
+
+class Watch:
+    """Takes norms of a model's parameters, group by group."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW | MuonAndAdamW) -> None:
+        named = dict(model.named_parameters())
+        # The model's own parameters, which have the gradients, not the optimiser's float32 copies.
+        self.groups = {group["name"]: [named[name] for name in group["param_names"]] for group in optimizer.param_groups}
+        self.held: dict[str, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def before_update(self) -> None:
+        """Call with the gradients there, before they are clipped."""
+        self.grad_norms = {name: joint_norm([p.grad for p in own if p.grad is not None]) for name, own in self.groups.items()}
+        self.held = {name: [p.detach().clone() for p in own] for name, own in self.groups.items()}
+
+    @torch.no_grad()
+    def after_update(self) -> dict[str, dict[str, float]]:
+        """By group: grad_norm, and update_ratio, the norm of the update over that of the weights before it."""
+        found = {}
+        for name, own in self.groups.items():
+            moved = [p - old for p, old in zip(own, self.held[name], strict=True)]
+            size = joint_norm(self.held[name])
+            found[name] = {"grad_norm": self.grad_norms[name], "update_ratio": joint_norm(moved) / size if size else 0.0}
+        self.held = {}
+        return found
