@@ -330,6 +330,25 @@ class TrainConfig(_Config):
 
 
 @dataclass(frozen=True)
+class MeshConfig(_Config):
+    """Over how many processes a run is spread, and how; see distributed.py."""
+
+    _label: ClassVar[str] = "mesh"
+
+    data: int = 1  # sequences are dealt out
+    expert: int = 1  # sequences are dealt out, and experts
+    context: int = 1  # tokens of each sequence are dealt out
+
+    @property
+    def processes(self) -> int:
+        return self.data * self.expert * self.context
+
+    def _check(self) -> None:
+        for name in ("data", "expert", "context"):
+            self._require(getattr(self, name) >= 1, name, "it must be at least 1")
+
+
+@dataclass(frozen=True)
 class SamplingConfig(_Config):
     """How text is drawn. Temperature 0 takes the most likely token; `top_k` 0 and `top_p` 1 leave nothing out."""
 

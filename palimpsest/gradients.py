@@ -7,28 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from palimpsest.distributed import World, alone
 from palimpsest.model import Model
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
 
 
-def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32") -> float:
+def backward(
+    model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32", world: World | None = None
+) -> float:
     """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
 
     ids and labels are int64 [B,T], or [1,total] with cu_seqlens. Every predicted token counts the same wherever it is, so
-    the result is that of one large batch. Without any predicted token it is 0.
+    the result is that of one large batch, also of the micro-batches of all processes of a `world`, of which each brings the
+    rows that are its own. Without any predicted token it is 0.
     """
+    world = world or alone()
     counts = [predicted(labels, bounds) for _, labels, bounds in micro_batches]
-    total = torch.zeros(())
+    total = 0.0
+    # Processes that share the tokens of a row have all counted all of it.
+    of_all = world.summed(sum(counts))[0] / world.sizes.context
     for (ids, labels, bounds), count in zip(micro_batches, counts, strict=True):
-        if count == 0:
+        if count == 0 and world.size == 1:
             continue
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
             loss = model.loss(ids, labels, bounds)
-        share = loss * (count / sum(counts))
+        share = loss * (count / max(of_all, 1))
         share.backward()
         total = total + share.detach()
-    return float(total)
+    return world.summed(float(total))[0]
 
 
 def predicted(labels: Tensor, bounds: Tensor | None) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from palimpsest.config import TrainConfig
+from palimpsest.distributed import full, joined, local, part_of
 from palimpsest.mixers import MLA, Attention, LinearAttention
 from palimpsest.model import Model
 from palimpsest.moe import Experts
@@ -82,12 +83,15 @@ class Muon(Precise, torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                ahead = parameter.grad.lerp(momentum, group["momentum"])
+                held, gradient = local(momentum), local(parameter.grad)
+                held.lerp_(gradient, 1 - group["momentum"])
+                # Only whole matrices have a direction; of a step cut over processes each works out all and keeps its part.
+                ahead = full(joined(gradient.lerp(held, group["momentum"]), parameter))
                 cut = ahead if ahead.dim() == 3 else ahead.unflatten(0, (blocks, -1))
                 scale = 0.2 * math.sqrt(max(cut.shape[-2:]))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(orthogonal(cut).view_as(parameter), alpha=-group["lr"] * scale)
+                weight = local(parameter)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(part_of(orthogonal(cut).view_as(ahead), parameter), alpha=-group["lr"] * scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self.stepped(self.update)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from palimpsest.config import TrainConfig
+from palimpsest.distributed import as_like, full, is_cut, local
 from palimpsest.model import Model
 from palimpsest.moe import Experts, Router
 
@@ -94,15 +95,16 @@ class Precise:
             parameter.grad = None
 
     def named_state(self) -> dict[str, Tensor]:
-        """All that decides the next updates, as `{parameter name}.{a key of the state, or weight}`."""
+        """All that decides the next updates, as `{parameter name}.{a key of the state, or weight}`; whole tensors, so that
+        processes that hold parts of them must all ask."""
         tensors = {}
         copies = {id(precise) for _, precise in self.rounded}
         for name, parameter in self._named():
             for key in self.KEYS:
                 if parameter in self.state:
-                    tensors[f"{name}.{key}"] = self.state[parameter][key]
+                    tensors[f"{name}.{key}"] = full(self.state[parameter][key])
             if id(parameter) in copies:
-                tensors[f"{name}.weight"] = parameter.detach()
+                tensors[f"{name}.weight"] = full(parameter.detach())
         return tensors
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -112,7 +114,7 @@ class Precise:
     def fitting(self, tensors: Mapping[str, Tensor]) -> States:
         """Copies of the tensors by parameter; ValueError when one is missing, misshapen or belongs to no parameter."""
         copies = {id(precise) for _, precise in self.rounded}
-        left = dict(tensors)
+        left, scalar = dict(tensors), torch.zeros(())
         states: States = {}
         for name, parameter in self._named():
             has_state = f"{name}.{self.KEYS[0]}" in left
@@ -124,7 +126,9 @@ class Precise:
                     have = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, expected {shape}"
                     raise ValueError(f"optimiser state {name}.{key} {have}")
             states[parameter] = {
-                key: tensor.to(parameter.device, copy=True) for key, tensor in found.items() if tensor is not None
+                key: as_like(tensor.to(parameter.device, copy=True), scalar if key == "step" else parameter)
+                for key, tensor in found.items()
+                if tensor is not None
             }
         if left:
             raise ValueError(f"optimiser state {min(left)} belongs to no parameter")
@@ -204,11 +208,18 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> float:
-    """The L2 norm of all tensors as one, in float32 (float64 tensors their own in float64)."""
+    """The L2 norm of all tensors as one, in float32 (float64 tensors their own in float64). Of tensors that are cut over
+    processes every one must be; all processes get the same."""
     if not tensors:
         return 0.0
-    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in tensors]
-    return float(torch.linalg.vector_norm(torch.stack([n.float() for n in norms])))
+    held = [local(x) for x in tensors]
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in held]
+    norm = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    if is_cut(tensors[0]):
+        squares = norm.double().square()
+        torch.distributed.all_reduce(squares)
+        norm = squares.sqrt()
+    return float(norm)
 
 
 @torch.no_grad()

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from palimpsest.context import Part
 
 Kind = Literal["kv", "recurrent", "conv"]
 
@@ -30,6 +33,7 @@ class Segments:
     new: tuple[int, ...]  # tokens each sequence brings now
     cu_seqlens: Tensor | None
     device: torch.device
+    context: Part | None = None  # with tokens spread over processes: these are of one stretch of them
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -53,8 +53,10 @@ class Attention(nn.Module):
         if self.rotated:
             q = rotate(q, segments.positions, self.rope_theta, self.rotated)
             k = rotate(k, segments.positions, self.rope_theta, self.rotated)
-        rows = state.rows.append((k, v), segments)
-        keys, values = rows.tensors
+        rows = state.rows
+        if segments.context is None:
+            rows = rows.append((k, v), segments)
+        keys, values = rows.tensors if segments.context is None else segments.context.whole(k, v)
         o = causal_attention(q, keys, values, segments, self.head_dim**-0.5).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
@@ -77,8 +79,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale:
     """Softmax attention of the new tokens over each sequence's rows, old and new.
 
     q [B,T,H,D] or packed [1,total,H,D]; k [B or N,S,Hkv,D], v [B or N,S,Hkv,V], left-aligned rows that already hold the new
-    tokens. Token i of sequence b sees rows 0 .. past[b] + i. Returns [B,T,H,V] or [1,total,H,V].
+    tokens. Token i of sequence b sees rows 0 .. past[b] + i. Returns [B,T,H,V] or [1,total,H,V]. With tokens spread over
+    processes q are those of this one's stretch, and k and v [B,T,...] or [1,total,...] lie as in the whole row.
     """
+    if segments.context is not None:
+        return _attend_stretch(q, k, v, segments, segments.context.starts, scale)
     if segments.cu_seqlens is None:
         return _attend(q, k, v, segments.past, scale)
     if segments.new and len(set(segments.new)) == 1:
@@ -90,6 +95,21 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale:
         pieces.append(_attend(q[:, start : start + new], k[window], v[window], (past,), scale))
         start += new
     return torch.cat(pieces, 1) if pieces else q.new_zeros(1, 0, q.shape[2], v.shape[3])
+
+
+def _attend_stretch(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, starts: tuple[int, ...], scale: float
+) -> Tensor:
+    """Sequence n of the stretch stands at starts[n] of the whole row, and its new tokens behind past[n] others there."""
+    if segments.cu_seqlens is None:
+        end = segments.past[0] + segments.new[0]
+        return _attend(q, k[:, :end], v[:, :end], segments.past, scale)
+    pieces, at = [], 0
+    for start, past, new in zip(starts, segments.past, segments.new, strict=True):
+        window = slice(start, start + past + new)
+        pieces.append(_attend(q[:, at : at + new], k[:, window], v[:, window], (past,), scale))
+        at += new
+    return torch.cat(pieces, 1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...], scale: float) -> Tensor:

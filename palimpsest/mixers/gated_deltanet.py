@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.context import remembered
 from palimpsest.mixers.deltanet import DeltaNet
+from palimpsest.state import Segments
 
 
 class GatedDeltaNet(DeltaNet):
@@ -56,16 +58,17 @@ class GatedDeltaNet(DeltaNet):
         dt += torch.log(-torch.expm1(-dt))
 
     def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        return ops.gated_delta_rule(
+        return remembered(
+            ops.gated_delta_rule,
+            segments,
             q,
             k,
             v,
             self.a_proj(x),
             self.write_strength(x),
             state=matrix,
-            cu_seqlens=cu_seqlens,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             qk_l2norm=True,

@@ -62,10 +62,13 @@ class MLA(nn.Module):
         if self.rope_theta is not None:
             q_rope = rotate(q_rope, segments.positions, self.rope_theta, self.rope)
             k_rope = rotate(k_rope.unsqueeze(2), segments.positions, self.rope_theta, self.rope).squeeze(2)
-        rows = state.rows.append((latent, k_rope), segments)
-        absorb = max(segments.past, default=0) > 0 and max(segments.new, default=0) < self.break_even
+        rows = state.rows
+        if segments.context is None:
+            rows = rows.append((latent, k_rope), segments)
+        latents, shared_keys = rows.tensors if segments.context is None else segments.context.whole(latent, k_rope)
+        few = max(segments.past, default=0) > 0 and max(segments.new, default=0) < self.break_even
+        absorb = few and segments.context is None
         attend = self.attend_absorbed if absorb else self.attend_expanded
-        latents, shared_keys = rows.tensors
         o = attend(q_nope, q_rope, latents, shared_keys, segments).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
