@@ -101,7 +101,7 @@ def save_checkpoint(
 
     Raises InputError as `save` does.
     """
-    target = run / "checkpoints" / f"step-{step:08d}"
+    target = checkpoint_folder(run, step)
     if target not in checkpoints(run):
         _check_savable(model, tokenizer)
         with staged(target) as staging:
@@ -116,6 +116,10 @@ def save_checkpoint(
     for old in checkpoints(run)[:-keep]:
         _remove(old)
     return target
+
+
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def checkpoints(run: Path) -> list[Path]:

@@ -208,13 +208,14 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def joint_norm(tensors: Sequence[Tensor]) -> float:
-    """The L2 norm of all tensors as one, in float32 (float64 tensors their own in float64). Of tensors that are cut over
+    """The L2 norm of all tensors as one, in float32 (float64 when one of them is). Of tensors that are cut over
     processes every one must be; all processes get the same."""
     if not tensors:
         return 0.0
     held = [local(x) for x in tensors]
     norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in held]
-    norm = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]))
     if is_cut(tensors[0]):
         squares = norm.double().square()
         torch.distributed.all_reduce(squares)

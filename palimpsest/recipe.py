@@ -8,6 +8,8 @@ tokenizer = "bpe:1024"       # or "bytes", or a tokenizer.json, or a folder with
 validation_share = 0.1
 [train]
 steps = 1000                 # and any field of TrainConfig
+[mesh]                       # for many processes under torchrun; see distributed.py
+data = 2
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from typing import Any, Literal
 
 import torch
 
-from palimpsest import checkpoint, data, forecast
-from palimpsest.config import InputError, ModelConfig, TrainConfig, suggestion
+from palimpsest import checkpoint, data, distributed, forecast
+from palimpsest.config import InputError, MeshConfig, ModelConfig, TrainConfig, suggestion
+from palimpsest.distributed import World
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, group_table, learning_rate
 from palimpsest.plan.units import bytes_text, count_text
@@ -32,7 +35,7 @@ from palimpsest.progress import keep_memory
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer, Work
 
-TABLES = {"model": None, "data": ("text", "tokenizer", "validation_share", "encoding_errors"), "train": None}
+TABLES = {"model": None, "data": ("text", "tokenizer", "validation_share", "encoding_errors"), "train": None, "mesh": None}
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Recipe:
     tokenizer: str = "bytes"
     validation_share: float = 0.1
     encoding_errors: Literal["strict", "replace"] = "strict"
+    mesh: MeshConfig | None = None  # None: data = the number of processes
 
     @classmethod
     def from_file(cls, path: Path) -> Recipe:
@@ -73,7 +77,9 @@ class Recipe:
         if not isinstance(text, list) or not text or not all(isinstance(item, str) for item in text):
             raise InputError(f"{path}: [data] text is {text!r}; it must be a file or folder, or a list of them")
         train = TrainConfig.from_dict(values.get("train", {}), source=str(path))
-        return cls(preset, model, train, [path.parent / item for item in text], **source).checked(str(path))
+        mesh = MeshConfig.from_dict(values["mesh"], str(path)) if "mesh" in values else None
+        text = [path.parent / item for item in text]
+        return cls(preset, model, train, text, **source, mesh=mesh).checked(str(path))
 
     def checked(self, source: str = "") -> Recipe:
         """Itself, when every field is right; the model is checked with the vocabulary size it will have at least."""
@@ -96,54 +102,63 @@ class Recipe:
 
         Everything that can be refused is refused before anything is written. A stopped run goes on with `resume`.
         """
+        world = distributed.start(self.mesh)
         if resume and not out.is_dir():
             raise InputError(f"{out}: there is no run to resume here; begin one without --resume")
         if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out}: not an empty folder; resume the run in it with --resume, or give another --out")
+        world.wait()  # until all have seen the folder as it was
         existed = out.exists()
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        config = None
+        trainer = None
         try:
-            trainer = self._trainer(out, resume, device)
-            config = trainer.model.config
+            trainer = self._trainer(out, resume, world)
             if resume:
                 trainer.resume()
             keep_memory()
             trainer.run()
         except InputError:
-            if not resume and config is None:
+            if not resume and trainer is None and world.is_main:
                 self._undo(out, existed)
             raise
         except (RuntimeError, MemoryError) as error:
             if not forecast.is_out_of_memory(error):
                 raise
-            config = config or self._config(self._tokenizer(out, resume=True))
-            raise TrainingFailed(forecast.advice(config, self.train, device)) from error
-        checkpoint.save(trainer.model, out, tokenizer=trainer.tokenizer)
+            config = self._config(self._tokenizer(out, resume=True))
+            raise TrainingFailed(forecast.advice(config, self.train, world.device, world.size)) from error
+        model = distributed.whole(trainer.model, world)
+        if world.is_main:
+            checkpoint.save(model, out, tokenizer=trainer.tokenizer)
         nats = trainer.evaluate()
         return {
             "folder": str(out),
             "steps": trainer.steps_done,
             "tokens": trainer.tokens_done,
             "seconds": trainer.seconds,
-            "parameters": trainer.model.num_parameters(),
-            "active_parameters": trainer.model.num_parameters(active=True),
+            "parameters": model.num_parameters(),
+            "active_parameters": model.num_parameters(active=True),
             "val_nats_per_token": nats,
-            "model": trainer.model.config.to_dict(),
+            "model": model.config.to_dict(),
             "train": self.train.to_dict(),
+            "mesh": world.sizes.to_dict(),
         }
 
-    def _trainer(self, out: Path, resume: bool, device: torch.device) -> Trainer:
+    def _trainer(self, out: Path, resume: bool, world: World) -> Trainer:
         """Tokens in `out`, the model and its trainer; a model that does not fit the device raises as torch does."""
-        tokenizer = self._tokenizer(out, resume)
-        config = self._config(tokenizer)
-        tokens = self._tokens(out, tokenizer, resume)
+        if world.is_main:
+            tokenizer = self._tokenizer(out, resume)
+            config = self._config(tokenizer)
+            tokens = self._tokens(out, tokenizer, resume)
+        world.wait()
+        if not world.is_main:  # what the first one has prepared
+            tokenizer = self._tokenizer(out, resume=True)
+            config, tokens = self._config(tokenizer), self._tokens(out, tokenizer, resume=True)
         tokens.check_vocab(config.vocab_size)
         held_out = self._held_out(tokens)
         torch.manual_seed(self.train.seed)
-        model = Model(config).to(device)
-        peak, source = forecast.peak_flops(device, self.train.precision)
-        print(f"MFU is a share of {peak / 1e12:.4g} TFLOP/s ({source})", file=sys.stderr)
+        model = Model(config).to(world.device)
+        peak, source = forecast.peak_flops(world.device, self.train.precision)
+        if world.is_main:
+            print(f"MFU is a share of {world.size} x {peak / 1e12:.4g} TFLOP/s ({source})", file=sys.stderr)
         return Trainer(
             model,
             self.train,
@@ -152,12 +167,14 @@ class Recipe:
             folder=out,
             bytes_per_token=tokens.num_bytes / tokens.num_tokens,
             tokenizer=tokenizer,
-            work=Work(forecast.step_flops(config, self.train), peak),
+            work=Work(forecast.step_flops(config, self.train), world.size * peak),
+            world=world,
         )
 
     def rehearse(self) -> dict[str, Any]:
         """What `run` would do, ready for JSON; reads the text, makes its tokens aside and keeps nothing."""
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        processes = (self.mesh or MeshConfig()).processes
         with tempfile.TemporaryDirectory() as folder:
             tokenizer = self._tokenizer(Path(folder), False)
             config = self._config(tokenizer)
@@ -177,7 +194,7 @@ class Recipe:
             "groups": group_table(model, train),
             "tokens": {**found, "per_step": step_tokens, "in_all": used, "repeats": used / found["train"]},
             "schedule": [{"step": step, "lr": learning_rate(step - 1, train)} for step in marks if step <= train.steps],
-            "estimate": forecast.facts(config, train, device),
+            "estimate": forecast.facts(config, train, device, processes),
             "model": config.to_dict(),
             "train": train.to_dict(),
         }

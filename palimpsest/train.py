@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palimpsest import checkpoint
+from palimpsest import checkpoint, distributed
 from palimpsest.balance import Balancer
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.data import Batches
+from palimpsest.distributed import World
 from palimpsest.gradients import backward, predicted, split_documents
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
@@ -53,7 +54,8 @@ class Trainer:
     """Trains `model` in place on windows of `train_tokens`, a 1-D integer array (perhaps memory-mapped).
 
     With a `folder`, metrics and checkpoints (with the `tokenizer`) go there. `bytes_per_token` is that of the validation
-    text, for bits per byte. `report` is called with every record of metrics.jsonl:
+    text, for bits per byte. In a `world` of several processes, all of which must give the same arguments, the model's weights
+    are spread over them, and the first one writes. `report` is called with every record of metrics.jsonl:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
@@ -75,12 +77,15 @@ class Trainer:
         tokenizer: Tokenizer | None = None,
         report: Callable[[Record], Any] | None = None,
         work: Work | None = None,
+        world: World | None = None,
     ) -> None:
         self.model, self.config, self.work = model, config, work
         self.folder = None if folder is None else Path(folder)
         self.validation_tokens, self.bytes_per_token = validation_tokens, bytes_per_token
         self.tokenizer, self.report = tokenizer, report
         self.device = next(model.parameters()).device
+        self.world = world or distributed.alone(self.device)
+        self.world.check(config, model)
         model.recompute = config.recompute
         _check_lengths(model, config, validation_tokens)
         vocab_size = model.config.vocab_size
@@ -100,6 +105,7 @@ class Trainer:
         }
         if validation_tokens is not None:
             self.identity["validation_tokens"] = _inspect("validation_tokens", validation_tokens, vocab_size)
+        distributed.spread(model, self.world)
         self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
@@ -125,9 +131,9 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         self.balancer.begin()
-        batches = [next(self.batches).to(self.device) for _ in range(self.config.accumulation)]
+        batches = [self.world.rows(next(self.batches)).to(self.device) for _ in range(self.config.accumulation)]
         micro_batches = [(ids, ids, bounds) for ids, bounds in map(self._arranged, batches)]
-        loss = backward(self.model, micro_batches, self.config.precision)
+        loss = backward(self.model, micro_batches, self.config.precision, self.world)
         try:
             if not math.isfinite(loss):
                 raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
@@ -171,13 +177,17 @@ class Trainer:
             windows.append(tokens[whole:].unsqueeze(0))
         was_training, total, count = self.model.training, 0.0, 0
         self.model.eval()
-        for ids in windows:
-            ids, bounds = self._arranged(ids.to(self.device))
+        for window in windows:
+            rows = self.world.rows(window)
+            # A process without rows goes along with one that counts nothing: the others wait for it in every sublayer.
+            ids, bounds = self._arranged((rows if len(rows) else window[:1]).to(self.device))
+            labels = ids if len(rows) else torch.full_like(ids, -100)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-                loss = self.model.loss(ids, ids, bounds)
-            tokens_here = predicted(ids, bounds)
-            total, count = total + float(loss) * tokens_here, count + tokens_here
+                loss = self.model.loss(ids, labels, bounds)
+            here = predicted(labels, bounds)
+            total, count = total + float(loss) * here, count + here / self.world.sizes.context
         self.model.train(was_training)
+        total, count = self.world.summed(total, count)
         return total / count
 
     def run(self) -> list[Record]:
@@ -194,7 +204,7 @@ class Trainer:
                 while self.steps_done < self.config.steps:
                     loss = self.step()
                     self._after_step(loss, records)
-                    if interrupted.is_set():
+                    if self.world.summed(interrupted.is_set())[0]:  # wherever Ctrl-C came to, all stop behind the same step
                         raise KeyboardInterrupt
             except KeyboardInterrupt:
                 self._display.close()
@@ -214,7 +224,8 @@ class Trainer:
         is_logged = self._due(self.config.log_every, self.steps_done)
         (tokens, seconds), memory = self._mark, memory_bytes(self.device)
         tokens_per_s = (self.tokens_done - tokens) / max(self.seconds - seconds, 1e-9)
-        self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
+        if self.world.is_main:
+            self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
         place = {"step": self.steps_done, "tokens": self.tokens_done}
         if is_logged:
             record = {
@@ -253,12 +264,13 @@ class Trainer:
         values = {"val_nats_per_token": nats}
         if self.bytes_per_token is not None:
             values["val_bits_per_byte"] = nats / math.log(2) / self.bytes_per_token
-        self._display.validation(self.steps_done, values)
+        if self.world.is_main:
+            self._display.validation(self.steps_done, values)
         return values
 
     def _record(self, record: Record, records: list[Record]) -> None:
         records.append(record)
-        if self.folder is not None:
+        if self.folder is not None and self.world.is_main:
             with open(self.folder / METRICS, "a", encoding="utf-8", newline="\n") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
         if self.report is not None:
@@ -276,15 +288,13 @@ class Trainer:
             "data": self.batches.state_dict(),
             "random": checkpoint.random_state(),
         }
-        return checkpoint.save_checkpoint(
-            self.folder,
-            self.steps_done,
-            self.model,
-            self.optimizer.named_state(),
-            state,
-            self.tokenizer,
-            self.config.keep_checkpoints,
-        )
+        model, optimizer = distributed.whole(self.model, self.world), self.optimizer.named_state()
+        target = checkpoint.checkpoint_folder(self.folder, self.steps_done)
+        if self.world.is_main:
+            keep = self.config.keep_checkpoints
+            checkpoint.save_checkpoint(self.folder, self.steps_done, model, optimizer, state, self.tokenizer, keep)
+        self.world.wait()
+        return target
 
     def resume(self) -> int:
         """Takes up the run in the folder at its newest complete checkpoint; returns the number of steps it has done.
@@ -303,8 +313,10 @@ class Trainer:
         complete = checkpoint.checkpoints(self.folder)
         if complete:
             self._restore(complete[-1])
-        checkpoint.clean(self.folder)
-        checkpoint.trim_metrics(self.folder / METRICS, self.steps_done)
+        self.world.wait()  # until all have read what is there
+        if self.world.is_main:
+            checkpoint.clean(self.folder)
+            checkpoint.trim_metrics(self.folder / METRICS, self.steps_done)
         self._claimed = True
         return self.steps_done
 
@@ -319,14 +331,14 @@ class Trainer:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise InputError(f"{path}: {reason}; remove this folder to resume from the one before") from None
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
+            distributed.local(parameter).copy_(distributed.part_of(weights[name], parameter))
         self.steps_done, self.seconds = step, seconds
         # Last, so that nothing above draws from the restored states.
         checkpoint.set_random_state(drawn)
 
     def _claim(self) -> None:
         """Makes the folder this run's own, or refuses one that holds a run."""
-        if self.folder is None or self._claimed:
+        if self.folder is None or self._claimed or not self.world.is_main:
             return
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"{self.folder}: it is a file; give a folder")

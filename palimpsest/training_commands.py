@@ -31,7 +31,7 @@ def train(
     Parameters
     ----------
     run
-        A run file (TOML with tables [model], [data], [train]). Leave out the other flags but --out, --resume, --json.
+        A run file (TOML with tables [model], [data], [train], and [mesh] for torchrun). Leave out the other flags but --out, --resume, --json.
     out
         Folder of the run: tokens, metrics.jsonl, checkpoints, the model.
     preset
@@ -71,7 +71,14 @@ def train(
         return
     if out is None:
         raise InputError("train: --out is missing; name the folder of the run, or give --dry-run")
-    result = recipe.run(out, resume)
+    from palimpsest import distributed
+
+    try:
+        result = recipe.run(out, resume)
+    finally:
+        distributed.leave()
+    if not distributed.is_main():
+        return
     print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
     write_json(json, result)
 
