@@ -21,6 +21,10 @@ from torch.nn import functional as F
 
 from palimpsest.state import Segments
 
+# torch 2.13 has new names for these.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
+
 
 @dataclass(frozen=True)
 class Context:
@@ -122,12 +126,12 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Any, size: int) -> Tensor:
         ctx.group = group
         out = x.new_empty(size, *x.shape)
-        dist.all_gather_into_tensor(out.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
+        all_gather(out.view(size * x.shape[0], *x.shape[1:]), x.contiguous(), group=group)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0].contiguous()
         own = torch.empty_like(grad[0])
-        dist.reduce_scatter_tensor(own, grad.flatten(0, 1), group=ctx.group)
+        reduce_scatter(own, grad.flatten(0, 1), group=ctx.group)
         return own, None, None

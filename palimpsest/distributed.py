@@ -13,6 +13,7 @@ processes of shares of one mean over all predicted tokens, so that a step is the
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from palimpsest.checkpoint import fill
 from palimpsest.config import InputError, MeshConfig, TrainConfig
-from palimpsest.context import Context
+from palimpsest.context import Context, all_gather
 from palimpsest.model import Model
 from palimpsest.moe import Experts, MoE, Router
 
@@ -147,6 +148,8 @@ def spread(model: Model, world: World) -> Model:
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    # Outputs are views here, and nothing is added to them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     everyone = world.mesh["data", "context", "expert"]._flatten("all")
     others = world.mesh["data", "context"]._flatten("replicas")
     # The bias that chooses experts has no gradient: each process moves its own in the same way.
@@ -167,6 +170,7 @@ def spread(model: Model, world: World) -> Model:
         sharded = fully_shard(module, mesh=mesh, ignored_params=kept)
         assert isinstance(sharded, FSDPModule)
         sharded.set_gradient_divide_factor(1.0)  # sums: the loss is divided already
+        sharded.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(model, "loss")
     if world.sizes.context > 1:
         model.context = Context(world.mesh.get_group("context"), world.mesh.get_local_rank("context"), world.sizes.context)
@@ -199,7 +203,7 @@ def full(x: Tensor) -> Tensor:
         padded = parts.new_zeros(longest, *parts.shape[1:])
         padded[: len(parts)] = parts
         parts = parts.new_empty(places * longest, *parts.shape[1:])
-        dist.all_gather_into_tensor(parts, padded, group=mesh.get_group(dimension))
+        all_gather(parts, padded, group=mesh.get_group(dimension))
         parts = parts[:total]
     return parts
 

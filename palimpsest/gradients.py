@@ -13,9 +13,7 @@ from palimpsest.model import Model
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
 
 
-def backward(
-    model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32", world: World | None = None
-) -> float:
+def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32", world: World | None = None) -> float:
     """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
 
     ids and labels are int64 [B,T], or [1,total] with cu_seqlens. Every predicted token counts the same wherever it is, so

@@ -31,7 +31,8 @@ def train(
     Parameters
     ----------
     run
-        A run file (TOML with tables [model], [data], [train], and [mesh] for torchrun). Leave out the other flags but --out, --resume, --json.
+        A run file (TOML with tables [model], [data], [train], and [mesh] for torchrun).
+        Leave out the other flags but --out, --resume, --json.
     out
         Folder of the run: tokens, metrics.jsonl, checkpoints, the model.
     preset

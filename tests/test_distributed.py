@@ -20,28 +20,22 @@ from palimpsest.train import Trainer
 from tests.conftest import make_ids, make_model
 from tests.processes import run
 
-EOS = 5
+EOS, LAYERS = 5, 4
 # (data, expert, context), preset, whether documents are apart, whether sublayers are recomputed
 CASES: dict[int, list[tuple[tuple[int, int, int], str, bool, bool]]] = {
     2: [
-        ((2, 1, 1), "kimi-k3-tiny", False, True),
-        ((2, 1, 1), "gpt2-tiny", True, False),
+        ((2, 1, 1), "gpt2-tiny", True, True),
         ((1, 2, 1), "kimi-k3-tiny", False, False),
         ((1, 2, 1), "qwen3-next-tiny", True, True),
-        ((1, 1, 2), "kimi-k3-tiny", False, False),
-        ((1, 1, 2), "kimi-linear-tiny", True, True),
-        ((1, 1, 2), "qwen3-next-tiny", True, False),
-        ((1, 1, 2), "smollm2-tiny", False, False),
+        ((1, 1, 2), "kimi-k3-tiny", True, True),
+        ((1, 1, 2), "qwen3-next-tiny", False, False),
         ((1, 1, 2), "linear-attention-tiny", True, False),
         ((1, 1, 2), "deltanet-tiny", False, False),
-        ((1, 1, 2), "gpt2-tiny", False, False),
     ],
     4: [
-        ((4, 1, 1), "gated-deltanet-tiny", False, False),
-        ((1, 4, 1), "kimi-k3-tiny", False, False),
+        ((1, 4, 1), "kimi-linear-tiny", False, False),
         ((1, 1, 4), "kda-tiny", True, False),
-        ((2, 2, 1), "qwen3-next-tiny", False, False),
-        ((2, 1, 2), "gpt2-tiny", True, False),
+        ((2, 1, 2), "smollm2-tiny", True, False),
         ((1, 2, 2), "kimi-k3-tiny", True, True),
     ],
 }
@@ -73,9 +67,9 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 def gradients(rank: int, cases: list[Any]) -> list[dict[str, float]]:
     results = []
-    for sizes, preset, packed, recompute in cases:
+    for number, (sizes, preset, packed, recompute) in enumerate(cases):
         began = time.perf_counter()
-        model = make_model(preset, dtype=torch.float64).train()
+        model = make_model(preset, dtype=torch.float64, num_hidden_layers=LAYERS).train()
         model.recompute = recompute
         expected_loss = backward(model, batch(model, packed))
         expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -85,28 +79,43 @@ def gradients(rank: int, cases: list[Any]) -> list[dict[str, float]]:
         loss = backward(model, batch(model, packed, world.rows), world=world)
         found = {n: distributed.full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         whole = dict(distributed.whole(model, world).named_parameters())
-        fresh = make_model(preset, dtype=torch.float64)
+        low = single(preset, sizes, packed) if number in (1, 3) else 0.0
+        fresh = make_model(preset, dtype=torch.float64, num_hidden_layers=LAYERS)
         results.append(
             {
                 "loss": abs(loss - expected_loss) / expected_loss,
                 "gradients": worst(found, expected),
                 "weights": max(float((whole[n] - p).abs().max()) for n, p in fresh.named_parameters()),
+                "float32": low,
                 "seconds": time.perf_counter() - began,
             }
         )
     return results
 
 
+def single(preset: str, sizes: tuple[int, int, int], packed: bool) -> float:
+    """The same in float32: the distance of all gradients together, relative to their size."""
+    model = make_model(preset, num_hidden_layers=LAYERS).train()
+    backward(model, batch(model, packed))
+    expected = torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    world = distributed.join(MeshConfig(*sizes), torch.device("cpu"))
+    distributed.spread(model, world)
+    backward(model, batch(model, packed, world.rows), world=world)
+    found = torch.cat([distributed.full(p.grad).flatten() for p in model.parameters() if p.grad is not None])
+    return float((found - expected).norm() / expected.norm())
+
+
 # Runs that one process begins, several go on with, and one ends: (mesh, preset, optimiser)
 RUNS: dict[int, list[tuple[tuple[int, int, int], str, str]]] = {
     2: [((1, 2, 1), "kimi-k3-tiny", "adamw"), ((1, 1, 2), "kimi-linear-tiny", "muon")],
-    4: [((2, 1, 2), "kda-tiny", "adamw"), ((2, 2, 1), "kimi-k3-tiny", "muon")],
+    4: [((2, 2, 1), "qwen3-next-tiny", "muon")],
 }
 TOKENS = np.random.default_rng(0).integers(0, 250, 3000)
 
 
 def trainer(preset: str, optimizer: str, folder: Path, world: distributed.World | None = None) -> Trainer:
-    model = make_model(preset, dtype=torch.float64, num_hidden_layers=4)
+    model = make_model(preset, dtype=torch.float64, num_hidden_layers=LAYERS)
     config = pal.TrainConfig.from_dict(
         {"steps": 6, "batch_size": 4, "context_length": 32, "accumulation": 2, "warmup_steps": 2, "optimizer": optimizer}
         | {"eval_tokens": 150, "checkpoint_every": 0, "log_every": 2, "separate_documents": True}
@@ -153,7 +162,7 @@ def refusals() -> list[str]:
     return [*lines, str(caught.value), str(other.value)]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_are_one(count: int, tmp_path: Path) -> None:
     """Loss and gradients to rounding; runs that change the number of processes on the way; nothing half-refused."""
     folders = [tmp_path / str(number) for number in range(len(RUNS[count]))]
@@ -169,6 +178,7 @@ def test_processes_are_one(count: int, tmp_path: Path) -> None:
             assert errors["loss"] < 1e-12, (case, errors)
             assert errors["gradients"] < 1e-10, (case, errors)
             assert errors["weights"] == 0, (case, errors)
+            assert errors["float32"] < 1e-5, (case, errors)
         assert losses == found[0][1] and lines == found[0][2]
     for (_, preset, optimizer), folder, whole, losses in zip(RUNS[count], folders, unbroken, found[0][1], strict=True):
         close = 1e-9 if optimizer == "adamw" else 2e-3  # Muon works in bfloat16, where rounding shows
@@ -176,5 +186,6 @@ def test_processes_are_one(count: int, tmp_path: Path) -> None:
         last = trainer(preset, optimizer, folder)
         assert last.resume() == 4
         assert steps(last, 6) == pytest.approx(steps(whole, 6), rel=close)
-    for line, words in zip(found[0][2], ("batch_size is 3", "context_length is 32", "at least", "expert is 2", "torchrun"), strict=True):
+    expected = "batch_size is 3", "context_length is 32", "at least", "expert is 2", "torchrun"
+    for line, words in zip(found[0][2], expected, strict=True):
         assert words in line

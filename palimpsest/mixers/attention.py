@@ -97,9 +97,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale:
     return torch.cat(pieces, 1) if pieces else q.new_zeros(1, 0, q.shape[2], v.shape[3])
 
 
-def _attend_stretch(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, starts: tuple[int, ...], scale: float
-) -> Tensor:
+def _attend_stretch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, starts: tuple[int, ...], scale: float) -> Tensor:
     """Sequence n of the stretch stands at starts[n] of the whole row, and its new tokens behind past[n] others there."""
     if segments.cu_seqlens is None:
         end = segments.past[0] + segments.new[0]

@@ -39,9 +39,7 @@ class DeltaNet(LinearAttention):
         beta = logits.to(torch.float64 if x.dtype == torch.float64 else torch.float32).sigmoid()
         return 2 * beta if self.allow_neg_eigval else beta
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         beta = self.write_strength(x)
         return remembered(ops.delta_rule, segments, q, k, v, beta, state=matrix, qk_l2norm=True)
 

@@ -57,9 +57,7 @@ class GatedDeltaNet(DeltaNet):
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
         dt += torch.log(-torch.expm1(-dt))
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         return remembered(
             ops.gated_delta_rule,
             segments,

@@ -30,9 +30,7 @@ class KDA(GatedDeltaNet):
         self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
         self.lower_bound = config.gate_lower_bound
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         raw = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.value_heads, self.key_dim))
         return remembered(
             ops.kda,

@@ -108,9 +108,7 @@ class LinearAttention(nn.Module):
         o, matrix = self.remember(x, q, k, v, state.matrix, segments)
         return self.o_proj(self.read(x, o).flatten(-2)), Recurrent(matrix, conv)
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Writes k, v [B,T,H,K], [B,T,HV,V] into the matrix and reads with q: (o [B,T,HV,V], the new matrix)."""
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         q, k = self.feature_map_q(q.to(dtype)), self.feature_map_k(k.to(dtype))  # type: ignore[misc]
