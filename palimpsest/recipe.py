@@ -144,14 +144,14 @@ class Recipe:
 
     def _trainer(self, out: Path, resume: bool, world: World) -> Trainer:
         """Tokens in `out`, the model and its trainer; a model that does not fit the device raises as torch does."""
+        if not world.is_main:
+            world.wait()  # for what the first one prepares
+        reads = resume or not world.is_main
+        tokenizer = self._tokenizer(out, reads)
+        config = self._config(tokenizer)
+        tokens = self._tokens(out, tokenizer, reads)
         if world.is_main:
-            tokenizer = self._tokenizer(out, resume)
-            config = self._config(tokenizer)
-            tokens = self._tokens(out, tokenizer, resume)
-        world.wait()
-        if not world.is_main:  # what the first one has prepared
-            tokenizer = self._tokenizer(out, resume=True)
-            config, tokens = self._config(tokenizer), self._tokens(out, tokenizer, resume=True)
+            world.wait()
         tokens.check_vocab(config.vocab_size)
         held_out = self._held_out(tokens)
         torch.manual_seed(self.train.seed)

@@ -23,8 +23,8 @@ def run(count: int, work: Callable[..., Any], *arguments: Any, timeout_s: float 
     workers = [context.Process(target=_begin, args=(rank, count, port, results, work, arguments)) for rank in range(count)]
     for worker in workers:
         worker.start()
+    found: dict[int, Any] = {}
     try:
-        found = {}
         while len(found) < count:
             rank, error, value = results.get(timeout=timeout_s)
             if error:
