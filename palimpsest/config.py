@@ -330,6 +330,20 @@ class TrainConfig(_Config):
 
 
 @dataclass(frozen=True)
+class LoraConfig(_Config):
+    """Low-rank adapters: see lora.py."""
+
+    _label: ClassVar[str] = "lora"
+
+    rank: int = 8
+    alpha: float = 16.0  # over rank, it scales what an adapter adds
+
+    def _check(self) -> None:
+        self._require(self.rank >= 1, "rank", "it must be at least 1")
+        self._require(self.alpha > 0, "alpha", "it must be above 0")
+
+
+@dataclass(frozen=True)
 class MeshConfig(_Config):
     """Over how many processes a run is spread, and how; see distributed.py."""
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from palimpsest import lora
 from palimpsest.checkpoint import fill
 from palimpsest.config import InputError, MeshConfig, TrainConfig
 from palimpsest.context import Context, all_gather
@@ -184,6 +185,9 @@ def whole(model: Model, world: World) -> Model:
     with torch.device("meta"):
         other = Model(model.config)
     other.to(model.embed_tokens.weight.dtype)
+    adapters = lora.config_of(model)
+    if adapters is not None:
+        lora.add(other, adapters)
     fill(other, {name: full(parameter.detach()).cpu() for name, parameter in model.named_parameters()})
     return other
 

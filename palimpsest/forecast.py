@@ -25,14 +25,18 @@ AUTOCAST |= {"moe": 0.15, "residual": 0.15}  # what experts and attention over d
 SIDE = 768  # of the square matrices whose product stands for a machine that no table knows
 
 
-def memory(config: ModelConfig, train: TrainConfig, device: torch.device, num_devices: int = 1) -> dict[str, float]:
+def memory(
+    config: ModelConfig, train: TrainConfig, device: torch.device, num_devices: int = 1, trained: float = 1.0
+) -> dict[str, float]:
     """Bytes on one device by kind, and `peak`, the largest moment of a step. Sequences, weights, gradients and optimiser are
-    dealt out to the devices."""
+    dealt out to the devices. `trained` is the share of the weights that is (adapters)."""
     compiled = cpu.refusal(torch.float32, device, config.linear_key_head_dim) is None
     rows = -(-train.batch_size // num_devices)
     sharding = "weights" if num_devices > 1 else "none"
     how = train.optimizer, train.recompute, train.accumulation, sharding, num_devices, compiled
     found = training_memory(config, rows, train.context_length, "f32", *how)
+    found["peak"] -= (1 - trained) * found["optimizer"]
+    found["optimizer"], found["gradients"] = trained * found["optimizer"], trained * found["gradients"]
     if train.precision == "bf16":
         both = sum(AUTOCAST[mixer] for mixer in config.mixers) / config.num_hidden_layers
         long, short = (activations(config, rows, train.context_length, dtype, False, compiled) for dtype in ("f32", "bf16"))
@@ -103,10 +107,12 @@ def advice(config: ModelConfig, train: TrainConfig, device: torch.device, num_de
     return f"out of memory: a step takes about {bytes_text(now)} of tensors on {device.type} by our estimate; {remedy}"
 
 
-def facts(config: ModelConfig, train: TrainConfig, device: torch.device, num_devices: int = 1) -> dict[str, Any]:
+def facts(
+    config: ModelConfig, train: TrainConfig, device: torch.device, num_devices: int = 1, trained: float = 1.0
+) -> dict[str, Any]:
     """The estimates of a run, ready for JSON."""
     return {
-        "memory_bytes": memory(config, train, device, num_devices),
+        "memory_bytes": memory(config, train, device, num_devices, trained),
         "step_flops": step_flops(config, train),
         "device": device.type,
         "num_devices": num_devices,

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from palimpsest.chat import ANSWER, BEGIN
 from palimpsest.distributed import World, alone
 from palimpsest.model import Model
+from palimpsest.ops.cross_entropy import IGNORED
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
 
@@ -51,3 +54,19 @@ def split_documents(ids: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
     begins[:: ids.shape[1]] = True
     begins[1:] |= flat[0] == eos_id
     return flat, begins.nonzero().squeeze(1)
+
+
+def arranged(ids: Tensor, eos_id: int | None = None, marks: Tensor | None = None) -> MicroBatch:
+    """Rows [B,T] as they are read: as they lie; or packed and cut into documents, behind each `eos_id` or where `marks`
+    [B,T] (chat.py) say that a conversation begins, with labels for its answers only."""
+    if marks is None:
+        if eos_id is None:
+            return ids, ids, None
+        packed, bounds = split_documents(ids, eos_id)
+        return packed, packed, bounds
+    flat = marks.reshape(-1)
+    begins = (flat & BEGIN).bool()
+    begins[:: ids.shape[1]] = True
+    bounds = F.pad(begins.nonzero().squeeze(1), (0, 1), value=len(flat))
+    packed = ids.reshape(1, -1)
+    return packed, packed.masked_fill((flat & ANSWER) == 0, IGNORED), bounds

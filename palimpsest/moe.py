@@ -98,9 +98,12 @@ class Experts(nn.Module):
 
     def product(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
         """Rows x [N,in], sorted by expert, counts[e] of each, times the matrices `name` -> [N,out]."""
+        return ops.grouped_matmul(x, self.held(name), counts)
+
+    def held(self, name: str) -> Tensor:
+        """The parameter `name`, of this process' experts where others hold the rest."""
         weight = self.get_parameter(name)
-        held = weight.to_local() if hasattr(weight, "device_mesh") else weight  # type: ignore[operator]
-        return ops.grouped_matmul(x, held, counts)
+        return weight.to_local() if hasattr(weight, "device_mesh") else weight  # type: ignore[operator]
 
     def work(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What the experts here make of rows [N,R], sorted by expert, counts[e] of each -> [N,R]."""

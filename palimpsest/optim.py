@@ -28,9 +28,10 @@ class TrainingFailed(RuntimeError):
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimiser: matrices, which decay, and everything else, which does not.
 
-    Matrices are the weights of linear maps, of routers and of stacked experts. Embeddings (also when the head is tied to
-    one), norms, biases, decay rates, convolution taps and residual queries do not decay. Each parameter that requires a
-    gradient is in one group, once; `param_names` beside `params` tells which is which.
+    Matrices are the weights of linear maps, their adapters, of routers and of stacked experts. Embeddings (also when the
+    head is tied to one), norms, biases, decay rates, convolution taps and residual queries do not decay. Each parameter that
+    requires a gradient is in one group, once; `param_names` beside `params` tells which is which. Groups are named for
+    metrics.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {
@@ -46,7 +47,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[0] if id(parameter) in matrices else groups[1]
+            group = groups[0] if id(parameter) in matrices or "lora_" in name else groups[1]
             group["params"].append(parameter)
             group["param_names"].append(name)
     return [group for group in groups if group["params"]]

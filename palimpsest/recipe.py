@@ -10,6 +10,10 @@ validation_share = 0.1
 steps = 1000                 # and any field of TrainConfig
 [mesh]                       # for many processes under torchrun; see distributed.py
 data = 2
+
+To go on from a trained model: `load = "folder or file"` in [model] in place of the preset, with its tokenizer unless another
+is named; `chat = "chats.jsonl"` in [data] in place of text, to learn answers (chat.py); a table [lora] with `rank` and
+`alpha`, to train adapters only (lora.py), which are saved by themselves and merged into the model in the end.
 """
 
 from __future__ import annotations
@@ -21,12 +25,13 @@ import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from palimpsest import checkpoint, data, distributed, forecast
-from palimpsest.config import InputError, MeshConfig, ModelConfig, TrainConfig, suggestion
+from palimpsest import chat, checkpoint, data, distributed, forecast, lora, published
+from palimpsest.config import InputError, LoraConfig, MeshConfig, ModelConfig, TrainConfig, suggestion
 from palimpsest.distributed import World
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, group_table, learning_rate
@@ -35,51 +40,69 @@ from palimpsest.progress import keep_memory
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer, Work
 
-TABLES = {"model": None, "data": ("text", "tokenizer", "validation_share", "encoding_errors"), "train": None, "mesh": None}
+DATA = ("text", "chat", "tokenizer", "validation_share", "encoding_errors")
+TABLES = ("model", "data", "train", "mesh", "lora")
+
+
+class Material(NamedTuple):
+    """Tokens to train on and to validate with, and for conversations their marks."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    marks: tuple[np.ndarray, np.ndarray] | None
+    bytes_per_token: float | None
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What to train, on what, and how."""
 
-    preset: str
+    preset: str | None  # None with `load`
     overrides: dict[str, Any]  # ModelConfig fields; vocab_size follows the tokenizer unless given
     train: TrainConfig
     text: list[Path]
-    tokenizer: str = "bytes"
+    tokenizer: str = "bytes"  # "model": the one that `load` has
     validation_share: float = 0.1
     encoding_errors: Literal["strict", "replace"] = "strict"
     mesh: MeshConfig | None = None  # None: data = the number of processes
+    load: Path | None = None
+    chat: list[Path] | None = None  # in place of text
+    lora: LoraConfig | None = None
 
     @classmethod
     def from_file(cls, path: Path) -> Recipe:
         """Reads a run file; paths in it are relative to the file. Raises `InputError` naming file, table and key."""
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: not valid TOML ({error})") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-        for name, table in values.items():
-            if name not in TABLES:
-                raise InputError(f"{path}: unknown table [{name}]{suggestion(name, TABLES)}")
-            if not isinstance(table, dict):
-                raise InputError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+        values = _tables(path)
         model, source = dict(values.get("model", {})), dict(values.get("data", {}))
-        preset = model.pop("preset", None)
-        if not isinstance(preset, str):
+        preset, load = model.pop("preset", None), model.pop("load", None)
+        if load is not None:
+            if preset is not None or model or not isinstance(load, str):
+                raise InputError(f"{path}: [model] load is {load!r}; name a folder or file there, with nothing beside it")
+            source.setdefault("tokenizer", "model")
+        elif not isinstance(preset, str):
             raise InputError(f"{path}: [model] preset is {preset!r}; name one of those that `palimpsest presets` lists")
         for key in source:
-            if key not in (TABLES["data"] or ()):
-                raise InputError(f"{path}: unknown key {key!r} in [data]{suggestion(key, TABLES['data'] or ())}")
-        text = source.pop("text", None)
-        text = [text] if isinstance(text, str) else text
-        if not isinstance(text, list) or not text or not all(isinstance(item, str) for item in text):
-            raise InputError(f"{path}: [data] text is {text!r}; it must be a file or folder, or a list of them")
-        train = TrainConfig.from_dict(values.get("train", {}), source=str(path))
-        mesh = MeshConfig.from_dict(values["mesh"], str(path)) if "mesh" in values else None
-        text = [path.parent / item for item in text]
-        return cls(preset, model, train, text, **source, mesh=mesh).checked(str(path))
+            if key not in DATA:
+                raise InputError(f"{path}: unknown key {key!r} in [data]{suggestion(key, DATA)}")
+        kind = "chat" if "chat" in source and "text" not in source else "text"
+        if kind == "text" and source.pop("chat", None) is not None:
+            raise InputError(f"{path}: [data] has both text and chat; give one")
+        given = source.pop(kind, None)
+        given = [given] if isinstance(given, str) else given
+        if not isinstance(given, list) or not given or not all(isinstance(item, str) for item in given):
+            raise InputError(f"{path}: [data] {kind} is {given!r}; it must be a file or folder, or a list of them")
+        files = [path.parent / item for item in given]
+        return cls(
+            preset,
+            model,
+            TrainConfig.from_dict(values.get("train", {}), source=str(path)),
+            files if kind == "text" else [],
+            **source,
+            mesh=MeshConfig.from_dict(values["mesh"], str(path)) if "mesh" in values else None,
+            load=None if load is None else path.parent / load,
+            chat=files if kind == "chat" else None,
+            lora=LoraConfig.from_dict(values["lora"], str(path)) if "lora" in values else None,
+        ).checked(str(path))
 
     def checked(self, source: str = "") -> Recipe:
         """Itself, when every field is right; the model is checked with the vocabulary size it will have at least."""
@@ -91,6 +114,10 @@ class Recipe:
             raise InputError(f"{where}validation_share is {share!r}; it must be in (0, 1)")
         if self.encoding_errors not in ("strict", "replace"):
             raise InputError(f"{where}encoding_errors is {self.encoding_errors!r}; it must be 'strict' or 'replace'")
+        if self.lora is not None and self.train.optimizer != "adamw":
+            raise InputError(f"{where}optimizer is {self.train.optimizer!r}; adapters are trained with 'adamw'")
+        if self.preset is None:
+            return self
         try:
             ModelConfig.preset(self.preset, **self.overrides)
         except InputError as error:
@@ -123,10 +150,14 @@ class Recipe:
         except (RuntimeError, MemoryError) as error:
             if not forecast.is_out_of_memory(error):
                 raise
-            config = self._config(self._tokenizer(out, resume=True))
+            config = self._begin(out, True)[1]
             raise TrainingFailed(forecast.advice(config, self.train, world.device, world.size)) from error
         model = distributed.whole(trainer.model, world)
         if world.is_main:
+            if self.lora is not None:
+                if not (out / "adapter").exists():
+                    lora.save(model, out / "adapter")
+                lora.merge(model)
             checkpoint.save(model, out, tokenizer=trainer.tokenizer)
         nats = trainer.evaluate()
         return {
@@ -147,28 +178,30 @@ class Recipe:
         if not world.is_main:
             world.wait()  # for what the first one prepares
         reads = resume or not world.is_main
-        tokenizer = self._tokenizer(out, reads)
-        config = self._config(tokenizer)
-        tokens = self._tokens(out, tokenizer, reads)
+        tokenizer, config, model = self._begin(out, reads)
+        material = self._material(out, tokenizer, config, reads)
         if world.is_main:
             world.wait()
-        tokens.check_vocab(config.vocab_size)
-        held_out = self._held_out(tokens)
         torch.manual_seed(self.train.seed)
-        model = Model(config).to(world.device)
+        model = (Model(config) if model is None else model.float()).to(world.device)
+        if self.lora is not None:
+            adapted, left = lora.add(model, self.lora)
+            if world.is_main:
+                print(f"{len(adapted)} maps are adapted; not: {', '.join(left) or 'nothing'}", file=sys.stderr)
         peak, source = forecast.peak_flops(world.device, self.train.precision)
         if world.is_main:
             print(f"MFU is a share of {world.size} x {peak / 1e12:.4g} TFLOP/s ({source})", file=sys.stderr)
         return Trainer(
             model,
             self.train,
-            tokens.tokens[:-held_out],
-            tokens.tokens[-held_out:],
+            material.train,
+            material.validation,
             folder=out,
-            bytes_per_token=tokens.num_bytes / tokens.num_tokens,
+            bytes_per_token=material.bytes_per_token,
             tokenizer=tokenizer,
             work=Work(forecast.step_flops(config, self.train), world.size * peak),
             world=world,
+            marks=material.marks,
         )
 
     def rehearse(self) -> dict[str, Any]:
@@ -176,14 +209,16 @@ class Recipe:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         processes = (self.mesh or MeshConfig()).processes
         with tempfile.TemporaryDirectory() as folder:
-            tokenizer = self._tokenizer(Path(folder), False)
-            config = self._config(tokenizer)
-            tokens = self._tokens(Path(folder), tokenizer, False)
-            tokens.check_vocab(config.vocab_size)
-            held_out = self._held_out(tokens)
-            found = {"train": tokens.num_tokens - held_out, "validation": held_out, "vocab_size": tokenizer.vocab_size}
-        with torch.device("meta"):
-            model = Model(config)
+            tokenizer, config, model = self._begin(Path(folder), False)
+            material = self._material(Path(folder), tokenizer, config, False)
+            found = {"train": len(material.train), "validation": len(material.validation)}
+            found["vocab_size"] = tokenizer.vocab_size
+        if model is None:
+            with torch.device("meta"):
+                model = Model(config)
+        if self.lora is not None:
+            lora.add(model, self.lora)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         train = self.train
         step_tokens = train.batch_size * train.accumulation * train.context_length
         used = step_tokens * train.steps
@@ -194,13 +229,41 @@ class Recipe:
             "groups": group_table(model, train),
             "tokens": {**found, "per_step": step_tokens, "in_all": used, "repeats": used / found["train"]},
             "schedule": [{"step": step, "lr": learning_rate(step - 1, train)} for step in marks if step <= train.steps],
-            "estimate": forecast.facts(config, train, device, processes),
+            "estimate": forecast.facts(config, train, device, processes, trained / model.num_parameters()),
             "model": config.to_dict(),
             "train": train.to_dict(),
         }
 
-    def _config(self, tokenizer: Tokenizer) -> ModelConfig:
-        return ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides})
+    def _begin(self, out: Path, reads: bool) -> tuple[Tokenizer, ModelConfig, Model | None]:
+        """The tokenizer and the model's configuration; with `load` also the model."""
+        model = own = None
+        if self.load is not None:
+            model, own = published.load(self.load)
+            if self.tokenizer == "model" and own is None:
+                raise InputError(f"{self.load}: there is no tokenizer in it; name one in [data]")
+        tokenizer = own if self.tokenizer == "model" and own is not None else self._tokenizer(out, reads)
+        if model is not None:
+            return tokenizer, model.config, model
+        assert self.preset is not None
+        return tokenizer, ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides}), None
+
+    def _material(self, out: Path, tokenizer: Tokenizer, config: ModelConfig, reads: bool) -> Material:
+        """What is learned from and validated with, from text or from conversations."""
+        if self.chat is None:
+            tokens = self._tokens(out, tokenizer, reads)
+            tokens.check_vocab(config.vocab_size)
+            held_out, bytes_per_token = self._held_out(tokens), tokens.num_bytes / tokens.num_tokens
+            return Material(tokens.tokens[:-held_out], tokens.tokens[-held_out:], None, bytes_per_token)
+        conversations = chat.read(self.chat)
+        held_out = max(1, round(len(conversations) * self.validation_share))
+        if len(conversations) <= held_out:
+            raise InputError(f"chat: {len(conversations)} conversations, {held_out} of them for validation; give more")
+        parts = conversations[:-held_out], conversations[-held_out:]
+        train, validation = (chat.pack(part, tokenizer, self.train.context_length) for part in parts)
+        if train.cut + validation.cut:
+            cut = f"{train.cut + validation.cut} of {len(conversations)} conversations are longer than context_length"
+            print(f"{cut} and lose their end", file=sys.stderr)
+        return Material(train.tokens, validation.tokens, (train.marks, validation.marks), None)
 
     def _held_out(self, tokens: data.TokenFile) -> int:
         """How many tokens at the end are for validation."""
@@ -238,6 +301,22 @@ class Recipe:
         shutil.rmtree(out / "data", ignore_errors=True)
         if not existed and out.exists() and not any(out.iterdir()):
             out.rmdir()
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """The tables of a run file."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    for name, table in values.items():
+        if name not in TABLES:
+            raise InputError(f"{path}: unknown table [{name}]{suggestion(name, TABLES)}")
+        if not isinstance(table, dict):
+            raise InputError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+    return values
 
 
 def render(facts: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ CPU a resumed run has the same losses bit for bit.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
@@ -24,10 +23,12 @@ from torch import Tensor
 
 from palimpsest import checkpoint, distributed
 from palimpsest.balance import Balancer
+from palimpsest.chat import ANSWER, BEGIN
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.data import Batches
 from palimpsest.distributed import World
-from palimpsest.gradients import backward, predicted, split_documents
+from palimpsest.gradients import MicroBatch, arranged, backward, predicted, split_documents
+from palimpsest.inputs import check_lengths, inspected
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
 from palimpsest.progress import Display, interrupts, memory_bytes
@@ -38,7 +39,6 @@ __all__ = ["Trainer", "TrainingFailed", "Work", "backward", "split_documents"]
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints")  # may change when a run is resumed
-BLOCK_TOKENS = 1 << 20  # token arrays may be larger than memory and are looked through in blocks
 
 Record = dict[str, Any]
 
@@ -55,7 +55,8 @@ class Trainer:
 
     With a `folder`, metrics and checkpoints (with the `tokenizer`) go there. `bytes_per_token` is that of the validation
     text, for bits per byte. In a `world` of several processes, all of which must give the same arguments, the model's weights
-    are spread over them, and the first one writes. `report` is called with every record of metrics.jsonl:
+    are spread over them, and the first one writes. `marks` go with both arrays when they are conversations (chat.py).
+    `report` is called with every record of metrics.jsonl:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
@@ -78,6 +79,7 @@ class Trainer:
         report: Callable[[Record], Any] | None = None,
         work: Work | None = None,
         world: World | None = None,
+        marks: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
         self.model, self.config, self.work = model, config, work
         self.folder = None if folder is None else Path(folder)
@@ -87,7 +89,7 @@ class Trainer:
         self.world = world or distributed.alone(self.device)
         self.world.check(config, model)
         model.recompute = config.recompute
-        _check_lengths(model, config, validation_tokens)
+        check_lengths(model, config, validation_tokens)
         vocab_size = model.config.vocab_size
         if tokenizer is not None and tokenizer.vocab_size > vocab_size:
             raise InputError(
@@ -100,13 +102,18 @@ class Trainer:
             "model": model.config.to_dict(),
             "train": {name: value for name, value in config.to_dict().items() if name not in FREE},
             "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
-            "train_tokens": _inspect("train_tokens", train_tokens, vocab_size),
+            "train_tokens": inspected("train_tokens", train_tokens, vocab_size),
             "validation_tokens": None,
         }
         if validation_tokens is not None:
-            self.identity["validation_tokens"] = _inspect("validation_tokens", validation_tokens, vocab_size)
+            self.identity["validation_tokens"] = inspected("validation_tokens", validation_tokens, vocab_size)
+        if marks is not None:
+            self.identity["marks"] = [inspected("marks", x, ANSWER + BEGIN + 1) for x in marks]
         distributed.spread(model, self.world)
-        self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
+        how = config.batch_size, config.context_length, config.seed
+        self.batches = Batches(train_tokens, *how)
+        self.marks = None if marks is None else Batches(marks[0], *how)
+        self.validation_marks = None if marks is None else marks[1]
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
         self.watch, self.groups = Watch(model, self.optimizer), {}
@@ -131,8 +138,7 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         self.balancer.begin()
-        batches = [self.world.rows(next(self.batches)).to(self.device) for _ in range(self.config.accumulation)]
-        micro_batches = [(ids, ids, bounds) for ids, bounds in map(self._arranged, batches)]
+        micro_batches = [self._next() for _ in range(self.config.accumulation)]
         loss = backward(self.model, micro_batches, self.config.precision, self.world)
         try:
             if not math.isfinite(loss):
@@ -154,12 +160,16 @@ class Trainer:
         self.seconds += time.perf_counter() - began
         return loss
 
-    def _arranged(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows as they are, or packed and cut into documents."""
-        if self.config.separate_documents:
-            assert self.tokenizer is not None and self.tokenizer.eos_id is not None
-            return split_documents(ids, self.tokenizer.eos_id)
-        return ids, None
+    def _next(self) -> MicroBatch:
+        """This process' rows of the next batch."""
+        ids = self.world.rows(next(self.batches)).to(self.device)
+        marks = None if self.marks is None else self.world.rows(next(self.marks)).to(self.device)
+        return arranged(ids, self._eos_id, marks)
+
+    @property
+    def _eos_id(self) -> int | None:
+        """What ends a document that the next must not see."""
+        return self.tokenizer.eos_id if self.config.separate_documents and self.tokenizer is not None else None
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -169,26 +179,33 @@ class Trainer:
         """
         if self.validation_tokens is None:
             raise InputError("validation_tokens: none were given; there is nothing to evaluate on")
-        length = self.config.context_length
-        tokens = torch.as_tensor(np.asarray(self.validation_tokens[: self.config.eval_tokens]).astype(np.int64))
-        whole = len(tokens) // length * length
-        windows = list(tokens[:whole].view(-1, length).split(self.config.batch_size)) if whole else []
-        if len(tokens) - whole >= 2:
-            windows.append(tokens[whole:].unsqueeze(0))
+        windows, marks = (self._windows(x) for x in (self.validation_tokens, self.validation_marks))
         was_training, total, count = self.model.training, 0.0, 0
         self.model.eval()
-        for window in windows:
+        for number, window in enumerate(windows):
             rows = self.world.rows(window)
             # A process without rows goes along with one that counts nothing: the others wait for it in every sublayer.
-            ids, bounds = self._arranged((rows if len(rows) else window[:1]).to(self.device))
-            labels = ids if len(rows) else torch.full_like(ids, -100)
+            ids = (rows if len(rows) else window[:1]).to(self.device)
+            own = self.world.rows(marks[number]).to(self.device) if marks and len(rows) else None
+            ids, labels, bounds = arranged(ids, self._eos_id, own)
+            labels = labels if len(rows) else torch.full_like(ids, -100)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
                 loss = self.model.loss(ids, labels, bounds)
             here = predicted(labels, bounds)
             total, count = total + float(loss) * here, count + here / self.world.sizes.context
         self.model.train(was_training)
         total, count = self.world.summed(total, count)
-        return total / count
+        return total / count if count else float("nan")
+
+    def _windows(self, values: np.ndarray | Tensor | None) -> list[Tensor]:
+        """The first `eval_tokens` of them as batches of windows."""
+        if values is None:
+            return []
+        length = self.config.context_length
+        tokens = torch.as_tensor(np.asarray(values[: self.config.eval_tokens]).astype(np.int64))
+        whole = len(tokens) // length * length
+        windows = list(tokens[:whole].view(-1, length).split(self.config.batch_size)) if whole else []
+        return [*windows, tokens[whole:].unsqueeze(0)] if len(tokens) - whole >= 2 else windows
 
     def run(self) -> list[Record]:
         """Trains until `config.steps`; returns the records of this call.
@@ -325,7 +342,9 @@ class Trainer:
         weights, optimizer, state = checkpoint.read_checkpoint(path, self.model)
         try:
             step, seconds, drawn = int(state["step"]), float(state["seconds"]), checkpoint.parse_random_state(state["random"])
-            self.batches.load_state_dict(state["data"])
+            for batches in (self.batches, self.marks):
+                if batches is not None:
+                    batches.load_state_dict(state["data"])
             self.optimizer.load_named_state(optimizer)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
@@ -354,34 +373,3 @@ class Trainer:
     def _last_checkpoint(self) -> str:
         complete = [] if self.folder is None else checkpoint.checkpoints(self.folder)
         return f"the last checkpoint is {complete[-1]}" if complete else "there is no checkpoint yet"
-
-
-# --------------------------------------------------------------------------------------------------------- checks on the input
-
-
-def _check_lengths(model: Model, config: TrainConfig, validation_tokens: np.ndarray | Tensor | None) -> None:
-    length, limit = config.context_length, model.config.max_position_embeddings
-    if length < 2:
-        raise InputError(f"train: context_length is {length}; predicting a token takes one before it: give 2 or more")
-    if model.config.position == "learned" and length > limit:
-        raise InputError(f"train: context_length is {length}; the model's position table ends at {limit}: give that or less")
-    if validation_tokens is not None and min(len(validation_tokens), config.eval_tokens) < 2:
-        raise InputError(f"validation_tokens: {len(validation_tokens)} tokens, {config.eval_tokens} used; 2 are the least")
-
-
-def _inspect(name: str, tokens: np.ndarray | Tensor, vocab_size: int) -> Record:
-    """Checks every id against the vocabulary; returns the number of tokens and their digest."""
-    array = tokens.numpy() if isinstance(tokens, Tensor) else tokens
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{name}: {array.dtype} with shape {list(array.shape)}; give a 1-D array of integers")
-    digest = hashlib.sha256()
-    for start in range(0, len(array), BLOCK_TOKENS):
-        block = array[start : start + BLOCK_TOKENS]
-        lowest, highest = int(block.min()), int(block.max())
-        if lowest < 0 or highest >= vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise InputError(
-                f"{name}: holds the id {wrong}; the model's vocab_size is {vocab_size}: use the tokenizer that the model is for"
-            )
-        digest.update(block.astype("<u4").tobytes())
-    return {"tokens": len(array), "digest": digest.hexdigest()[:16]}
