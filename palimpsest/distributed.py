@@ -163,7 +163,7 @@ def spread(model: Model, world: World) -> Model:
             if world.sizes.expert > 1:
                 for name, weight in list(experts.named_parameters()):
                     cut = distribute_tensor(weight.data, world.mesh["expert"], [Shard(0)], src_data_rank=None)
-                    experts.register_parameter(name, nn.Parameter(cut))
+                    experts.register_parameter(name, nn.Parameter(cut, requires_grad=weight.requires_grad))
                 experts.exchange = Exchange(world.mesh.get_group("expert"), world.sizes.expert)
             units.append((experts, others if world.sizes.expert > 1 else everyone))
         units.append((block.mlp, everyone))  # type: ignore[arg-type]

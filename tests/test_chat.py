@@ -89,7 +89,8 @@ def test_gradients_are_those_of_the_conversations_one_by_one() -> None:
     talks = [TALK, [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]]
     model = make_model("kimi-k3-tiny", dtype=torch.float64, vocab_size=257).train()
     packed = chat.pack(talks, tokenizer, 160)
-    ids, labels, bounds = arranged(*(torch.as_tensor(x).view(-1, 160) for x in (packed.tokens,)), None, _marks(packed))
+    tokens, marks = (torch.as_tensor(x.astype(np.int64)).view(-1, 160) for x in (packed.tokens, packed.marks))
+    ids, labels, bounds = arranged(tokens, None, marks)
     assert predicted(labels, bounds) == len("Good day.No more.So.") + 3
     together = backward(model, [(ids, labels, bounds)])
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -102,10 +103,6 @@ def test_gradients_are_those_of_the_conversations_one_by_one() -> None:
     for name, p in model.named_parameters():
         if p.grad is not None:
             torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12, msg=name)
-
-
-def _marks(packed: chat.Packed) -> torch.Tensor:
-    return torch.as_tensor(packed.marks.astype(np.int64)).view(-1, 160)
 
 
 @pytest.mark.parametrize(

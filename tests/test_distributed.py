@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import palimpsest as pal
-from palimpsest import distributed
-from palimpsest.config import MeshConfig
+from palimpsest import distributed, lora
+from palimpsest.config import LoraConfig, MeshConfig
 from palimpsest.gradients import backward, split_documents
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer
@@ -97,8 +97,13 @@ def gradients(rank: int, cases: list[Any]) -> list[dict[str, float]]:
 
 
 def single(preset: str, sizes: tuple[int, int, int], packed: bool) -> float:
-    """The same in float32: the distance of all gradients together, relative to their size."""
+    """The same in float32 and of adapters: the distance of all gradients together, relative to their size."""
     model = make_model(preset, num_hidden_layers=LAYERS).train()
+    lora.add(model, LoraConfig(rank=2))
+    with torch.no_grad():
+        for adapter in lora.weights(model).values():
+            adapter.normal_(0, 0.1)
+    names = [name for name, _ in model.named_parameters()]
     backward(model, batch(model, packed, sizes))
     expected = torch.cat([p.grad.flatten().clone() for p in model.parameters() if p.grad is not None])
     model.zero_grad()
@@ -106,6 +111,7 @@ def single(preset: str, sizes: tuple[int, int, int], packed: bool) -> float:
     distributed.spread(model, world)
     backward(model, batch(model, packed, sizes, world.rows), world=world)
     found = torch.cat([distributed.full(p.grad).flatten() for p in model.parameters() if p.grad is not None])
+    assert [name for name, _ in distributed.whole(model, world).named_parameters()] == names
     return float((found - expected).norm() / expected.norm())
 
 
