@@ -109,6 +109,7 @@ class Balancer:
         by_layer = [(load / load.mean()).quantile(marks).tolist() for load in loads]
         return {"moe_max_violation": worst, "moe_idle_experts": idle, "moe_load": by_layer}
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _see(self, number: int, logits: Tensor, experts: Tensor) -> None:
         # A pass that is repeated inside the backward pass (recomputation) shows the same tokens again.

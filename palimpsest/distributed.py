@@ -85,6 +85,8 @@ class World:
         ):
             if value % parts:
                 raise InputError(f"train: {field} is {value}; on this mesh it must be a multiple of {parts}")
+        if config.compile and self.size > 1:
+            raise InputError("train: compile is true; on several processes leave it false")
         if self.sizes.context > 1 and config.context_length // self.sizes.context < model.config.linear_conv_kernel_dim:
             least = self.sizes.context * model.config.linear_conv_kernel_dim
             raise InputError(f"train: context_length is {config.context_length}; on this mesh it must be at least {least}")

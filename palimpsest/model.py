@@ -282,10 +282,10 @@ class Model(nn.Module):
         return Segments((0,) * len(lengths) if state is None else state.lengths, tuple(lengths), cu_seqlens, ids.device)
 
     def _run(self, ids: Tensor, state: State | None, segments: Segments) -> tuple[Tensor, State]:
-        state = self.new_state(len(segments.new)) if state is None else state
-        for index, (layer, form) in enumerate(zip(state.layers, self._forms, strict=True)):
-            if layer.form != form:
-                raise InputError(f"the state's layer {index} holds the memory of another model")
+        if state is None:
+            state = self.new_state(len(segments.new))
+        else:
+            self._check_forms(state)
         self._check_range(ids, segments)
         x = self.embed_tokens(ids)
         if self.embed_positions is not None:
@@ -294,6 +294,11 @@ class Model(nn.Module):
         again = self.recompute and torch.is_grad_enabled()
         layers = [block(stream, layer, segments, again) for block, layer in zip(self.layers, state.layers, strict=True)]
         return self.norm(residuals.join(stream.sources(), self.output_residual)), State(layers, segments.lengths)
+
+    def _check_forms(self, state: State) -> None:
+        for index, (layer, form) in enumerate(zip(state.layers, self._forms, strict=True)):
+            if layer.form != form:
+                raise InputError(f"the state's layer {index} holds the memory of another model")
 
     @cached_property
     def _forms(self) -> list[tuple[object, ...]]:

@@ -98,7 +98,8 @@ class Experts(nn.Module):
 
     def product(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
         """Rows x [N,in], sorted by expert, counts[e] of each, times the matrices `name` -> [N,out]."""
-        return ops.grouped_matmul(x, self.held(name), counts)
+        product = ops.grouped_in_graph if torch.compiler.is_compiling() else ops.grouped_matmul
+        return product(x, self.held(name), counts)
 
     def held(self, name: str) -> Tensor:
         """The parameter `name`, of this process' experts where others hold the rest."""
@@ -113,7 +114,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [N,R], experts and weights [N,k] -> the weighted sum [N,R] in x's dtype; three matrix products in all."""
         order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=self.count)
+        counts = torch.zeros(self.count, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
         rows = x[order // experts.shape[1]]
         y = self.work(rows, counts) if self.exchange is None else self.exchange(rows, counts, self.work)
         y = y.to(weights.dtype)[order.argsort()].unflatten(0, experts.shape)

@@ -32,6 +32,7 @@ from palimpsest.inputs import check_lengths, inspected
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
 from palimpsest.progress import Display, interrupts, memory_bytes
+from palimpsest.qkclip import QKClip
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.watch import Watch
 
@@ -60,8 +61,8 @@ class Trainer:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
-        moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; groups: of every group of the
-        optimiser its grad_norm (before clipping) and update_ratio
+        moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; with qk_clip
+        max_attention_logit; groups: of every group of the optimiser its grad_norm (before clipping) and update_ratio
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -110,12 +111,17 @@ class Trainer:
         if marks is not None:
             self.identity["marks"] = [inspected("marks", x, ANSWER + BEGIN + 1) for x in marks]
         distributed.spread(model, self.world)
+        if config.compile:
+            for block in model.layers:
+                block.mixer.compile()  # type: ignore[union-attr]
+                block.mlp.compile()  # type: ignore[union-attr]
         how = config.batch_size, config.context_length, config.seed
         self.batches = Batches(train_tokens, *how)
         self.marks = None if marks is None else Batches(marks[0], *how)
         self.validation_marks = None if marks is None else marks[1]
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
+        self.qk_clip = QKClip(model, self.optimizer, config.qk_clip) if config.qk_clip else None
         self.watch, self.groups = Watch(model, self.optimizer), {}
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
@@ -138,6 +144,8 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         self.balancer.begin()
+        if self.qk_clip is not None:
+            self.qk_clip.begin()
         micro_batches = [self._next() for _ in range(self.config.accumulation)]
         loss = backward(self.model, micro_batches, self.config.precision, self.world)
         try:
@@ -155,6 +163,8 @@ class Trainer:
         if is_logged:
             self.groups = self.watch.after_update()
         self.balancer.end()
+        if self.qk_clip is not None:
+            self.qk_clip.end()
         self.steps_done = number
         self._torn = False
         self.seconds += time.perf_counter() - began
@@ -254,6 +264,7 @@ class Trainer:
                 "memory_bytes": memory,
                 "seconds": self.seconds,
                 **self.balancer.metrics(),
+                **(self.qk_clip.metrics() if self.qk_clip is not None else {}),
                 **self._mfu(tokens_per_s),
                 "groups": self.groups,
             }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
-from palimpsest.mixers.attention import causal_attention, rotate
+from palimpsest.mixers.attention import Observer, causal_attention, rotate
 from palimpsest.state import Latent, Rows, Segments
 
 LOW_RANK_NORM_EPS = 1e-6  # the published code leaves these two norms at its class default, whatever the model's epsilon
@@ -43,6 +43,7 @@ class MLA(nn.Module):
         self.kv_b_proj = nn.Linear(self.rank, self.heads * (self.nope + self.value_dim), bias=False)
         self.g_proj = nn.Linear(width, values, bias=False) if config.mla_use_output_gate else None
         self.o_proj = nn.Linear(values, width, bias=False)
+        self.observe: Observer | None = None  # told what is scored while training clips logits
         # New tokens above which forming k and v for every row costs less than scoring in the latent space.
         extra = 2 * self.rank - self.nope - self.value_dim
         self.break_even = self.rank * (self.nope + self.value_dim) / extra if extra > 0 else float("inf")
@@ -79,7 +80,7 @@ class MLA(nn.Module):
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.nope, self.value_dim], -1)
         k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, self.heads, -1).to(k_nope.dtype)], -1)
         q = torch.cat([q_nope, q_rope], -1)
-        return causal_attention(q, k, v, segments, (self.nope + self.rope) ** -0.5)
+        return causal_attention(q, k, v, segments, (self.nope + self.rope) ** -0.5, self.observe)
 
     def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
         """The same numbers without forming k and v: one shared key [c | p] and one shared value c for all heads."""
