@@ -12,6 +12,7 @@ and the bias moves once per optimiser step, however often the tokens were split,
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class Balancer:
     def __init__(self, model: Model, config: TrainConfig) -> None:
         self.rule, self.rate = config.moe_balance, config.moe_balance_rate
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        # Made once: a compiled graph looks whether they are still the same.
+        self.observers: list[Any] = [torch.compiler.disable(partial(self._see, number)) for number in range(len(self.routers))]
         self.begin()
 
     def begin(self) -> None:
@@ -84,7 +87,7 @@ class Balancer:
         for number, router in enumerate(self.routers):
             use = self.rule == "quantile" and router.top_k < len(router.e_score_correction_bias)
             self.histograms.append(Histogram(router.e_score_correction_bias, router.top_k) if use else None)
-            router.observe = lambda logits, experts, number=number: self._see(number, logits, experts)
+            router.observe = self.observers[number]
 
     def end(self) -> None:
         """Moves every bias and stops watching."""
@@ -109,7 +112,6 @@ class Balancer:
         by_layer = [(load / load.mean()).quantile(marks).tolist() for load in loads]
         return {"moe_max_violation": worst, "moe_idle_experts": idle, "moe_load": by_layer}
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _see(self, number: int, logits: Tensor, experts: Tensor) -> None:
         # A pass that is repeated inside the backward pass (recomputation) shows the same tokens again.

@@ -9,7 +9,8 @@ gamma, and each query the rest of its own. Heads whose queries and keys are norm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,15 @@ class QKClip:
         for name, module in model.named_modules():
             if isinstance(module, MLA) or (isinstance(module, Attention) and module.q_norm is None):
                 self.layers.append((name, module))
+        # Made once: a compiled graph looks whether they are still the same.
+        self.observers: list[Any] = [torch.compiler.disable(partial(self._see, number)) for number in range(len(self.layers))]
         self.largest: list[Tensor] = []
 
     def begin(self) -> None:
         """Call before the first micro-batch of a step."""
         self.largest = [torch.zeros(module.heads) for _, module in self.layers]
         for number, (_, module) in enumerate(self.layers):
-            module.observe = lambda q, k, past, scale, number=number: self._see(number, q, k, past, scale)
+            module.observe = self.observers[number]
 
     @torch.no_grad()
     def end(self) -> None:
@@ -66,7 +69,6 @@ class QKClip:
         """Of the last step: the largest logit of any head, before clipping."""
         return {"max_attention_logit": max(float(x.max()) for x in self.largest)} if self.largest else {}
 
-    @torch.compiler.disable
     @torch.no_grad()
     def _see(self, number: int, q: Tensor, k: Tensor, past: tuple[int, ...], scale: float) -> None:
         if self.layers[number][1].training and q.numel():
