@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palimpsest.chat import ANSWER, BEGIN
+from palimpsest.conversations import ANSWER, BEGIN
 from palimpsest.distributed import World, alone
 from palimpsest.model import Model
 from palimpsest.ops.cross_entropy import IGNORED
@@ -58,7 +58,7 @@ def split_documents(ids: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
 
 def arranged(ids: Tensor, eos_id: int | None = None, marks: Tensor | None = None) -> MicroBatch:
     """Rows [B,T] as they are read: as they lie; or packed and cut into documents, behind each `eos_id` or where `marks`
-    [B,T] (chat.py) say that a conversation begins, with labels for its answers only."""
+    [B,T] (conversations.py) say that a conversation begins, with labels for its answers only."""
     if marks is None:
         if eos_id is None:
             return ids, ids, None

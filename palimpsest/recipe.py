@@ -12,7 +12,7 @@ steps = 1000                 # and any field of TrainConfig
 data = 2
 
 To go on from a trained model: `load = "folder or file"` in [model] in place of the preset, with its tokenizer unless another
-is named; `chat = "chats.jsonl"` in [data] in place of text, to learn answers (chat.py); a table [lora] with `rank` and
+is named; `chat = "chats.jsonl"` in [data] in place of text, to learn answers (conversations.py); a table [lora] with `rank` and
 `alpha`, to train adapters only (lora.py), which are saved by themselves and merged into the model in the end.
 """
 
@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from palimpsest import chat, checkpoint, data, distributed, forecast, lora, published
+from palimpsest import checkpoint, conversations, data, distributed, forecast, lora, published
 from palimpsest.config import InputError, LoraConfig, MeshConfig, ModelConfig, TrainConfig, suggestion
 from palimpsest.distributed import World
 from palimpsest.model import Model
@@ -254,14 +254,14 @@ class Recipe:
             tokens.check_vocab(config.vocab_size)
             held_out, bytes_per_token = self._held_out(tokens), tokens.num_bytes / tokens.num_tokens
             return Material(tokens.tokens[:-held_out], tokens.tokens[-held_out:], None, bytes_per_token)
-        conversations = chat.read(self.chat)
-        held_out = max(1, round(len(conversations) * self.validation_share))
-        if len(conversations) <= held_out:
-            raise InputError(f"chat: {len(conversations)} conversations, {held_out} of them for validation; give more")
-        parts = conversations[:-held_out], conversations[-held_out:]
-        train, validation = (chat.pack(part, tokenizer, self.train.context_length) for part in parts)
+        talks = conversations.read(self.chat)
+        held_out = max(1, round(len(talks) * self.validation_share))
+        if len(talks) <= held_out:
+            raise InputError(f"chat: {len(talks)} conversations, {held_out} of them for validation; give more")
+        parts = talks[:-held_out], talks[-held_out:]
+        train, validation = (conversations.pack(part, tokenizer, self.train.context_length) for part in parts)
         if train.cut + validation.cut:
-            cut = f"{train.cut + validation.cut} of {len(conversations)} conversations are longer than context_length"
+            cut = f"{train.cut + validation.cut} of {len(talks)} conversations are longer than context_length"
             print(f"{cut} and lose their end", file=sys.stderr)
         return Material(train.tokens, validation.tokens, (train.marks, validation.marks), None)
 

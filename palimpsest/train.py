@@ -23,8 +23,8 @@ from torch import Tensor
 
 from palimpsest import checkpoint, distributed
 from palimpsest.balance import Balancer
-from palimpsest.chat import ANSWER, BEGIN
 from palimpsest.config import InputError, TrainConfig
+from palimpsest.conversations import ANSWER, BEGIN
 from palimpsest.data import Batches
 from palimpsest.distributed import World
 from palimpsest.gradients import MicroBatch, arranged, backward, predicted, split_documents
@@ -56,7 +56,7 @@ class Trainer:
 
     With a `folder`, metrics and checkpoints (with the `tokenizer`) go there. `bytes_per_token` is that of the validation
     text, for bits per byte. In a `world` of several processes, all of which must give the same arguments, the model's weights
-    are spread over them, and the first one writes. `marks` go with both arrays when they are conversations (chat.py).
+    are spread over them, and the first one writes. `marks` go with both arrays when they are conversations (conversations.py).
     `report` is called with every record of metrics.jsonl:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,

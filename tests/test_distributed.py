@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -198,3 +203,38 @@ def test_processes_are_one(count: int, tmp_path: Path) -> None:
     expected = "batch_size is 3", "context_length is 32", "at least", "expert is 2", "torchrun"
     for line, words in zip(found[0][2], expected, strict=True):
         assert words in line
+
+
+@pytest.mark.slow
+def test_torchrun_trains_and_another_number_goes_on(tmp_path: Path) -> None:
+    """The command itself on two processes, then alone from its checkpoint, against a run that was alone throughout."""
+    (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 200, encoding="utf-8")
+    text = '[model]\npreset = "kimi-linear-tiny"\nnum_hidden_layers = 4\n[data]\ntext = "text.txt"\n[train]\nsteps = 4\n'
+    text += "batch_size = 2\ncontext_length = 32\nlog_every = 1\ncheckpoint_every = 2\nwarmup_steps = 1\n"
+    (tmp_path / "one.toml").write_text(text, encoding="utf-8")
+    (tmp_path / "two.toml").write_text(text + "[mesh]\nexpert = 2\n", encoding="utf-8")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def command(launcher: list[str], *rest: str) -> None:
+        argv = [sys.executable, *launcher, "-m", "palimpsest", "train", *rest]
+        done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], timeout=120)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    command(["-m", "torch.distributed.run", "--nproc-per-node", "2"], str(tmp_path / "two.toml"), "--out", str(tmp_path / "two"))
+    command([], str(tmp_path / "one.toml"), "--out", str(tmp_path / "one"))
+
+    def losses() -> list[list[float]]:
+        found = []
+        for name in ("one", "two"):
+            rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+            found.append([row["loss"] for row in rows if "loss" in row])
+        return found
+
+    one, two = losses()
+    assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-00000004")
+    command([], str(tmp_path / "one.toml"), "--out", str(tmp_path / "two"), "--resume")
+    one, two = losses()
+    assert two == pytest.approx(one, rel=1e-5)
+    model, tokenizer = pal.load(tmp_path / "two")
+    assert tokenizer is not None and model.config.num_hidden_layers == 4

@@ -33,6 +33,7 @@ def logits(model: pal.Model, clip: QKClip, ids: Tensor, bounds: Tensor | None = 
 
 def test_the_largest_logit_by_hand() -> None:
     q, k = torch.randn(2, 300, 4, 8), torch.randn(2, 303, 2, 8)
+    k[1, 301] *= 100  # one behind the last that anybody in this row sees
     expected = torch.full((4,), -torch.inf)
     for row, past in enumerate((3, 1)):
         for head in range(4):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import palimpsest as pal
-from palimpsest import chat
+from palimpsest import conversations
 from palimpsest.cli import main
 from palimpsest.gradients import arranged, backward, predicted
 from palimpsest.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def chatml() -> Tokenizer:
     definition = Tokenizer.train(["hello there, good day to you. " * 20], 300).definition
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     top = max(definition["model"]["vocab"].values()) + 1
-    for number, text in enumerate((chat.START, chat.END)):
+    for number, text in enumerate((conversations.START, conversations.END)):
         definition["added_tokens"].append({"id": top + number, "content": text, **flags, "special": True})
     return Tokenizer(definition)
 
@@ -53,34 +53,34 @@ def test_the_answers_and_their_ends_are_learned() -> None:
             "Good day.<|endoftext|>No more.<|endoftext|>",
         ),
     ):
-        ids, marks = chat.encode(TALK, tokenizer)
+        ids, marks = conversations.encode(TALK, tokenizer)
         assert tokenizer.decode(ids) == form
         assert tokenizer.decode([i for i, mark in zip(ids, marks, strict=True) if mark]) == learned
-        front = chat.prompt(TALK[:2], tokenizer)
+        front = conversations.prompt(TALK[:2], tokenizer)
         assert ids[: len(front)] == front
 
 
 def test_a_message_cannot_forge_a_turn() -> None:
     tokenizer = chatml()
-    (end,) = tokenizer.encode(chat.END, allow_special=True)
-    talk = [{"role": "user", "content": f"a{chat.END}b"}, {"role": "assistant", "content": f"c{chat.END}d"}]
-    ids, marks = chat.encode(talk, tokenizer)
+    (end,) = tokenizer.encode(conversations.END, allow_special=True)
+    talk = [{"role": "user", "content": f"a{conversations.END}b"}, {"role": "assistant", "content": f"c{conversations.END}d"}]
+    ids, marks = conversations.encode(talk, tokenizer)
     assert ids.count(end) == 2 and sum(i == end for i, mark in zip(ids, marks, strict=True) if mark) == 1
 
 
 def test_windows_hold_whole_conversations() -> None:
     tokenizer = Tokenizer.bytes()
     talks = [[{"role": "user", "content": "x" * n}, {"role": "assistant", "content": "y" * 3}] for n in (5, 40, 7, 1, 90, 2)]
-    lengths = [len(chat.encode(talk, tokenizer)[0]) for talk in talks]
-    packed = chat.pack(talks, tokenizer, 64)
+    lengths = [len(conversations.encode(talk, tokenizer)[0]) for talk in talks]
+    packed = conversations.pack(talks, tokenizer, 64)
     assert len(packed.tokens) == len(packed.marks) and len(packed.tokens) % 64 == 0
     assert packed.cut == 1 == sum(length > 64 for length in lengths)  # and its answer lies behind the end
-    begins = np.flatnonzero(packed.marks & chat.BEGIN)
+    begins = np.flatnonzero(packed.marks & conversations.BEGIN)
     texts = [tokenizer.decode(part) for part in np.split(packed.tokens, begins[1:])]
-    assert sorted(text for text in texts if text.startswith("User")) == sorted(
-        tokenizer.decode(chat.encode(talk, tokenizer)[0]) for talk, length in zip(talks, lengths, strict=True) if length <= 64
-    )
-    answers = packed.tokens[(packed.marks & chat.ANSWER) > 0]
+    whole = [talk for talk, length in zip(talks, lengths, strict=True) if length <= 64]
+    expected = [tokenizer.decode(conversations.encode(talk, tokenizer)[0]) for talk in whole]
+    assert sorted(text for text in texts if text.startswith("User")) == sorted(expected)
+    answers = packed.tokens[(packed.marks & conversations.ANSWER) > 0]
     assert tokenizer.decode(answers) == "yyy<|endoftext|>" * 5
 
 
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_conversations_one_by_one() -> None:
     tokenizer = Tokenizer.bytes()
     talks = [TALK, [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]]
     model = make_model("kimi-k3-tiny", dtype=torch.float64, vocab_size=257).train()
-    packed = chat.pack(talks, tokenizer, 160)
+    packed = conversations.pack(talks, tokenizer, 160)
     tokens, marks = (torch.as_tensor(x.astype(np.int64)).view(-1, 160) for x in (packed.tokens, packed.marks))
     ids, labels, bounds = arranged(tokens, None, marks)
     assert predicted(labels, bounds) == len("Good day.No more.So.") + 3
@@ -97,7 +97,7 @@ def test_gradients_are_those_of_the_conversations_one_by_one() -> None:
     model.zero_grad()
     single = []
     for talk in talks:
-        row, learned = (torch.tensor([x]) for x in chat.encode(talk, tokenizer))
+        row, learned = (torch.tensor([x]) for x in conversations.encode(talk, tokenizer))
         single.append((row, row.masked_fill(~learned, -100), None))
     assert backward(model, single) == pytest.approx(together, rel=1e-12)
     for name, p in model.named_parameters():
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_conversations_one_by_one() -> None:
 def test_a_wrong_line_is_named(line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": TALK}) + "\n\n" + line + "\n")
     with pytest.raises(pal.InputError, match=f"chat.jsonl, line 3: .*{words}"):
-        chat.read([tmp_path / "chat.jsonl"])
+        conversations.read([tmp_path / "chat.jsonl"])
 
 
 def test_from_conversations_to_a_merged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_from_conversations_to_a_merged_model(tmp_path: Path, capsys: pytest.Cap
     model, tokenizer = pal.load(tmp_path / "whole")
     assert tokenizer is not None
     capsys.readouterr()
-    prompt = chat.prompt(TALK[:2], tokenizer)
+    prompt = conversations.prompt(TALK[:2], tokenizer)
     (answer,) = pal.generate(model, tokenizer, [prompt], pal.SamplingConfig(max_new_tokens=4, temperature=0.0))
     assert len(answer.token_ids) <= 4
 
