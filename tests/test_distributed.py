@@ -220,7 +220,8 @@ def test_torchrun_trains_and_another_number_goes_on(tmp_path: Path) -> None:
         done = subprocess.run(argv, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1], timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
 
-    command(["-m", "torch.distributed.run", "--nproc-per-node", "2"], str(tmp_path / "two.toml"), "--out", str(tmp_path / "two"))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command(torchrun, str(tmp_path / "two.toml"), "--out", str(tmp_path / "two"))
     command([], str(tmp_path / "one.toml"), "--out", str(tmp_path / "one"))
 
     def losses() -> list[list[float]]:
