@@ -49,6 +49,9 @@ def memory(
             kept = short + both * (long - short)
             found["peak"] += kept - found["activations"]
             found["activations"] = kept
+    # A logged step keeps the weights of before for the size of the update.
+    update = (1 + trained) * found["weights"] + found["gradients"] + found["optimizer"]
+    found["peak"] = max(found["peak"], update)
     return found
 
 

@@ -33,8 +33,10 @@ class Watch:
         """By group: grad_norm, and update_ratio, the norm of the update over that of the weights before it."""
         found = {}
         for name, own in self.groups.items():
-            moved = [p - old for p, old in zip(own, self.held[name], strict=True)]
-            size = joint_norm(self.held[name])
-            found[name] = {"grad_norm": self.grad_norms[name], "update_ratio": joint_norm(moved) / size if size else 0.0}
-        self.held = {}
+            before = self.held.pop(name)
+            size = joint_norm(before)
+            for old, parameter in zip(before, own, strict=True):
+                old.sub_(parameter)  # in place: the weights are large
+            moved = joint_norm(before)
+            found[name] = {"grad_norm": self.grad_norms[name], "update_ratio": moved / size if size else 0.0}
         return found

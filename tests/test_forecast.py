@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ import palimpsest as pal
 from palimpsest import forecast
 from palimpsest.cli import main
 from palimpsest.train import Trainer
-from tests.test_plan_training import peak_bytes
+from tests.test_plan_training import allocated, peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -32,6 +33,18 @@ def test_the_peak_of_a_step_in_autocast(name: str, recompute: bool, monkeypatch:
     monkeypatch.setattr(pal.Model, "loss", loss)
     train = pal.TrainConfig(batch_size=8, context_length=256, precision="bf16", recompute=recompute)
     assert forecast.memory(model.config, train, CPU)["peak"] == pytest.approx(peak_bytes(model, 8, 256, "adamw", 1), rel=0.1)
+
+
+def test_a_logged_step_of_few_tokens_is_mostly_weights() -> None:
+    """The optimiser's moment is the height: weights twice, gradients, two moments; measured over a step that is logged."""
+    model = pal.Model(pal.ModelConfig.preset("gpt2-tiny", hidden_size=512, head_dim=128, vocab_size=8192))
+    train = pal.TrainConfig(steps=9, batch_size=1, context_length=8, log_every=1, warmup_steps=0)
+    trainer = Trainer(model, train, np.arange(64) % 7)
+    trainer.step()
+    trainer.optimizer.zero_grad()
+    held = [*model.parameters(), *trainer.optimizer.named_state().values()]
+    peak = allocated(trainer.step, sum(x.numel() * x.element_size() for x in held))
+    assert forecast.memory(model.config, train, CPU)["peak"] == pytest.approx(peak, rel=0.1)
 
 
 def test_operations_are_those_of_the_whole_step() -> None:
