@@ -123,7 +123,7 @@ def all_plots(runs: Sequence[Run]) -> list[Plot]:
         ("mfu", "How much of the machine is used?", [("MFU (share of the assumed peak)", _key("mfu"), percent)], "zero"),
         ("memory", "How much memory has it taken?", [("most memory so far (bytes)", _key("memory_bytes"), size)], "zero"),
     ]
-    return [plot for plot in (_plot(runs, *parts) for parts in plotted) if plot is not None] + _loads(runs)
+    return [plot for plot in (_plot(runs, *parts) for parts in plotted) if plot is not None] + _loads(runs) + _depth(runs)
 
 
 def _key(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -195,6 +195,19 @@ def _loads(runs: Sequence[Run]) -> list[Plot]:
     name, at, worst = max(((line.name, x, y) for line in lines for x, y in line.points), key=lambda found: found[2])
     finding = f"In the last record the busiest expert is in layer {at:g} of {name}: {short(worst)} times its fair share."
     return [Plot("loads", question, [panel], finding, Table(question, ["layer", "idlest", "median", "busiest"], rows))]
+
+
+def _depth(runs: Sequence[Run]) -> list[Plot]:
+    """What each sublayer reads, in the last record."""
+    found = [(style, run, run.last("residual_rms")) for style, run in enumerate(runs)]
+    lines = [Line(run.name, style, [(i + 1, y) for i, y in enumerate(values)]) for style, run, values in found if values]
+    if not lines:
+        return []
+    question = "How does the residual stream grow with depth?"
+    labels = "sublayer (number, from the first; the last is the head)", "what it reads, before its norm (root mean square)"
+    panel = Panel(*labels, lines, whole, _small, log_x=False, y_scale="zero")
+    rows = [[line.name, *(cell(line.points[at][1], _small) for at in (0, len(line.points) // 2, -1))] for line in lines]
+    return [Plot("depth", question, [panel], _ends(panel), Table(question, ["run", "first", "middle", "head"], rows))]
 
 
 def _lead(runs: Sequence[Run]) -> str:

@@ -62,7 +62,8 @@ class Trainer:
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
         moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; with qk_clip
-        max_attention_logit; groups: of every group of the optimiser its grad_norm (before clipping) and update_ratio
+        max_attention_logit; groups: of every group of the optimiser its grad_norm (before clipping) and update_ratio;
+        residual_rms of what each sublayer read and of what the head read
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -122,7 +123,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
         self.qk_clip = QKClip(model, self.optimizer, config.qk_clip) if config.qk_clip else None
-        self.watch, self.groups = Watch(model, self.optimizer), {}
+        self.watch, self.groups, self.residual_rms = Watch(model, self.optimizer), {}, []
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
         self._claimed = False
@@ -146,13 +147,16 @@ class Trainer:
         self.balancer.begin()
         if self.qk_clip is not None:
             self.qk_clip.begin()
+        is_logged = self._due(self.config.log_every, number)
+        if is_logged:
+            self.watch.begin()
         micro_batches = [self._next() for _ in range(self.config.accumulation)]
         loss = backward(self.model, micro_batches, self.config.precision, self.world)
         try:
             if not math.isfinite(loss):
                 raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
-            is_logged = self._due(self.config.log_every, number)
             if is_logged:
+                self.residual_rms = self.watch.residual_rms()
                 self.watch.before_update()
             self.grad_norm = clip_gradients(self.model, self.config.grad_clip, number)
         except TrainingFailed as error:
@@ -267,6 +271,7 @@ class Trainer:
                 **(self.qk_clip.metrics() if self.qk_clip is not None else {}),
                 **self._mfu(tokens_per_s),
                 "groups": self.groups,
+                "residual_rms": self.residual_rms,
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)

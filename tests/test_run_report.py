@@ -14,6 +14,7 @@ import torch
 import palimpsest as pal
 from palimpsest import run_report
 from palimpsest.cli import main
+from palimpsest.data import Batches
 from palimpsest.run_report import MOST_POINTS, thinned
 from palimpsest.train import Trainer
 
@@ -66,6 +67,18 @@ def test_update_ratios_are_those_of_the_weights(tmp_path: Path) -> None:
         assert trainer.groups[group["name"]]["update_ratio"] == pytest.approx(moved / held, rel=1e-4)
 
 
+def test_the_residual_stream_is_what_the_sublayers_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = pal.Model(pal.ModelConfig.preset("kimi-k3-tiny", num_hidden_layers=2))
+    config = pal.TrainConfig(steps=1, batch_size=2, context_length=16, warmup_steps=0, recompute=True)
+    trainer = Trainer(model, config, TOKENS)
+    ids = next(Batches(TOKENS, 2, 16, config.seed))
+    first = model.embed_tokens(ids).square().mean().sqrt().item()
+    trainer.step()
+    assert len(trainer.residual_rms) == 2 * 2 + 1 and trainer.residual_rms[0] == pytest.approx(first, rel=1e-5)
+    assert not any(norm._forward_pre_hooks for norm in trainer.watch.norms)
+
+
 def test_loads_are_by_layer_and_fair_on_average(runs: list[Path]) -> None:
     for row in records(runs[0]):
         if "loss" not in row:
@@ -81,7 +94,7 @@ def test_the_page_shows_every_run_in_every_plot(runs: list[Path], tmp_path: Path
     page = out.read_text()
     assert "adamw: step 4, validation" in capsys.readouterr().out
     idents = [plot.ident for plot in run_report.all_plots(run_report.read(runs))]
-    assert idents == ["loss", "rate", "gradients", "updates", "experts", "speed", "memory", "loads"]
+    assert idents == ["loss", "rate", "gradients", "updates", "experts", "speed", "memory", "loads", "depth"]
     for ident in idents:
         section = page.split(f'<section id="{ident}">')[1].split("</section>")[0]
         assert section.count("<svg") >= 1 and "adamw" in section and "muon" in section
