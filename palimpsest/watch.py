@@ -24,7 +24,7 @@ class Watch:
         # The model's own parameters, which have the gradients, not the optimiser's float32 copies.
         self.groups = {group["name"]: [named[name] for name in group["param_names"]] for group in optimizer.param_groups}
         self.held: dict[str, list[Tensor]] = {}
-        self.norms = [norm for block in model.layers for norm in (block.mixer_norm, block.mlp_norm)] + [model.norm]
+        self.norms: list[Any] = [norm for block in model.layers for norm in (block.mixer_norm, block.mlp_norm)] + [model.norm]
         self.squares: dict[int, Tensor] = {}
         self.hooks: list[Any] = []
 
