@@ -176,7 +176,8 @@ def refusals() -> list[str]:
     return [*lines, str(caught.value), str(other.value)]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 def test_processes_are_one(count: int, tmp_path: Path) -> None:
     """Loss and gradients to rounding; runs that change the number of processes on the way; nothing half-refused."""
     folders = [tmp_path / str(number) for number in range(len(RUNS[count]))]
