@@ -12,6 +12,8 @@ and the bias moves once per optimiser step, however often the tokens were split,
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +76,8 @@ class Balancer:
     def __init__(self, model: Model, config: TrainConfig) -> None:
         self.rule, self.rate = config.moe_balance, config.moe_balance_rate
         self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        # Made once: a compiled graph looks whether they are still the same.
+        self.observers: list[Any] = [torch.compiler.disable(partial(self._see, number)) for number in range(len(self.routers))]
         self.begin()
 
     def begin(self) -> None:
@@ -83,7 +87,7 @@ class Balancer:
         for number, router in enumerate(self.routers):
             use = self.rule == "quantile" and router.top_k < len(router.e_score_correction_bias)
             self.histograms.append(Histogram(router.e_score_correction_bias, router.top_k) if use else None)
-            router.observe = lambda logits, experts, number=number: self._see(number, logits, experts)
+            router.observe = self.observers[number]
 
     def end(self) -> None:
         """Moves every bias and stops watching."""
@@ -96,13 +100,17 @@ class Balancer:
             elif self.rule == "sign" and load.any():
                 bias.data.copy_(sign_bias(bias.data, load, self.rate))
 
-    def metrics(self) -> dict[str, float]:
-        """Of the last step: by how much the busiest expert of any layer exceeds its fair share, and experts without tokens."""
+    def metrics(self) -> dict[str, Any]:
+        """Of the last step: by how much the busiest expert of any layer exceeds its fair share, experts without tokens, and
+        for every layer with experts the loads of the idlest, the median and the busiest as multiples of the fair share."""
         loads = [load.double() for load in self.loads if load.any()]
         if not loads:
             return {}
         worst = max(float(load.max() / load.mean()) - 1 for load in loads)
-        return {"moe_max_violation": worst, "moe_idle_experts": sum(int((load == 0).sum()) for load in loads)}
+        idle = sum(int((load == 0).sum()) for load in loads)
+        marks = torch.tensor([0, 0.5, 1], dtype=torch.float64, device=loads[0].device)
+        by_layer = [(load / load.mean()).quantile(marks).tolist() for load in loads]
+        return {"moe_max_violation": worst, "moe_idle_experts": idle, "moe_load": by_layer}
 
     @torch.no_grad()
     def _see(self, number: int, logits: Tensor, experts: Tensor) -> None:

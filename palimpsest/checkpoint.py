@@ -101,7 +101,7 @@ def save_checkpoint(
 
     Raises InputError as `save` does.
     """
-    target = run / "checkpoints" / f"step-{step:08d}"
+    target = checkpoint_folder(run, step)
     if target not in checkpoints(run):
         _check_savable(model, tokenizer)
         with staged(target) as staging:
@@ -118,6 +118,10 @@ def save_checkpoint(
     return target
 
 
+def checkpoint_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest first."""
     needed = (CONFIG, WEIGHTS, OPTIMIZER, TRAIN_STATE)
@@ -132,7 +136,7 @@ def checkpoints(run: Path) -> list[Path]:
 def read_checkpoint(path: Path, model: Model) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """(weights for `model`, the optimiser's named state, train_state.json); changes nothing. Raises InputError as `load`."""
     weights = _read_weights(path / WEIGHTS, model)
-    with _opened(path / OPTIMIZER) as file:
+    with opened(path / OPTIMIZER) as file:
         optimizer = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dictionary)
     return weights, optimizer, read_json(path / TRAIN_STATE)
 
@@ -330,7 +334,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises InputError when it is damaged or missing."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -344,7 +349,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 def _weights_dtype(path: Path) -> torch.dtype:
     """That of the embedding; whether the other tensors agree with it is `_read_weights`' to check."""
-    with _opened(path) as file:
+    with opened(path) as file:
         if "embed_tokens.weight" not in file.keys():  # noqa: SIM118 (not a dictionary)
             return torch.float32
         return DTYPES.get(file.get_slice("embed_tokens.weight").get_dtype(), torch.float32)
@@ -354,7 +359,7 @@ def _read_weights(path: Path, model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a file that must have exactly the names, shapes and dtypes of `model`'s parameters."""
     expected = dict(model.named_parameters())
     codes = {dtype: code for code, dtype in DTYPES.items()}
-    with _opened(path) as file:
+    with opened(path) as file:
         found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
         for problem, names in (("is missing", expected.keys() - found.keys()), ("is unknown", found.keys() - expected.keys())):
             if names:

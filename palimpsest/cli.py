@@ -6,15 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
 from palimpsest.benchmark_commands import benchmark
-from palimpsest.config import InputError, SamplingConfig, TrainConfig
+from palimpsest.config import InputError, SamplingConfig
 from palimpsest.output import Json, check_json, write_json
 from palimpsest.plan.command import plan
+from palimpsest.training_commands import report, train
 
 app = cyclopts.App(
     name="palimpsest",
@@ -99,77 +100,6 @@ def lineage(
 
         write_json(json, read_json(out / "results.json"))
     return status
-
-
-@app.command
-def train(
-    run: Path | None = None,
-    /,
-    *,
-    out: Path,
-    preset: str | None = None,
-    text: list[Path] | None = None,
-    tokenizer: str = "bytes",
-    set: list[str] | None = None,
-    encoding_errors: Literal["strict", "replace"] = "strict",
-    resume: Annotated[bool, Parameter(negative="")] = False,
-    settings: Annotated[TrainConfig | None, Parameter(name="*")] = None,
-    json: Json = None,
-) -> None:
-    """Train a model on text, from a run file or from flags. The folder then opens with `palimpsest generate`.
-
-    Parameters
-    ----------
-    run
-        A run file (TOML with tables [model], [data], [train]). Leave out the other flags but --out, --resume, --json.
-    out
-        Folder of the run: tokens, metrics.jsonl, checkpoints, the model.
-    preset
-        A name that `palimpsest presets` lists.
-    text
-        File or folder of UTF-8 text, JSONL (field "text") or parquet (column "text"); repeat for more.
-    tokenizer
-        bytes, bpe:SIZE (learned from the text), a tokenizer.json, or a folder with one.
-    set
-        A model field as name=value, e.g. hidden_size=128; repeat for more.
-    encoding_errors
-        strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
-    resume
-        Go on with the run in the folder, at its newest checkpoint.
-    """
-    check_json(json)
-    from palimpsest.recipe import Recipe
-
-    if run is not None:
-        given = [flag for flag, value in (("--preset", preset), ("--text", text), ("--set", set)) if value is not None]
-        given += ["the training flags"] if settings is not None else []
-        given += [flag for flag, value, default in (("--tokenizer", tokenizer, "bytes"),) if value != default]
-        if given:
-            raise InputError(f"{run} and {', '.join(given)} were both given; put it all into the file or all into flags")
-        recipe = Recipe.from_file(run)
-    else:
-        if preset is None or not text:
-            raise InputError("train needs a run file, or --preset and --text; see `palimpsest train --help`")
-        overrides = dict(_assignment(item) for item in set or [])
-        recipe = Recipe(preset, overrides, settings or TrainConfig(), text, tokenizer, 0.1, encoding_errors).checked()
-    result = recipe.run(out, resume)
-    print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
-    write_json(json, result)
-
-
-def _assignment(item: str) -> tuple[str, Any]:
-    """`name=value` with a value in TOML's spelling; bare words are text."""
-    import tomllib
-
-    name, equals, value = item.partition("=")
-    if not equals or not name:
-        raise InputError(f"--set {item!r}: write it as field=value")
-    if value in ("none", "null"):
-        return name, None
-    try:
-        return name, tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
-        return name, value
 
 
 @app.command
@@ -283,6 +213,8 @@ def convert(
     write_json(json, facts)
 
 
+app.command(train)
+app.command(report)
 app.command(benchmark)
 app.command(plan)
 

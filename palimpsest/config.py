@@ -305,9 +305,11 @@ class TrainConfig(_Config):
     beta2: float = 0.95
     moe_balance: Literal["none", "sign", "quantile"] = "quantile"  # how the selection bias of experts follows their load
     moe_balance_rate: float = 1e-3  # sign: the step of a bias
+    qk_clip: float = 0.0  # softmax heads with larger logits are scaled down after a step (qkclip.py; 100 is usual); 0 is off
     grad_clip: float = 1.0  # largest global gradient norm; 0 turns clipping off
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast of the matrix products, weights stay fp32
     recompute: bool = False  # sublayers run again in the backward pass: less memory, about a third more time
+    compile: bool = False  # torch.compile of mixers and MLPs: a minute at the start, faster steps on a GPU
     seed: int = 0
     log_every: int = 10  # steps
     eval_every: int = 200  # steps; 0 evaluates only at the end
@@ -319,7 +321,7 @@ class TrainConfig(_Config):
         for name in ("steps", "batch_size", "context_length", "accumulation", "log_every", "eval_tokens"):
             self._require(getattr(self, name) >= 1, name, "it must be at least 1")
         self._require(self.keep_checkpoints >= 1, "keep_checkpoints", "it must be at least 1")
-        for name in ("warmup_steps", "weight_decay", "grad_clip", "seed", "eval_every", "checkpoint_every"):
+        for name in ("warmup_steps", "weight_decay", "qk_clip", "grad_clip", "seed", "eval_every", "checkpoint_every"):
             self._require(getattr(self, name) >= 0, name, "it must not be negative")
         self._require(self.learning_rate > 0, "learning_rate", "it must be above 0")
         self._require(0 <= self.min_learning_rate_ratio <= 1, "min_learning_rate_ratio", "it must be in [0, 1]")
@@ -327,6 +329,39 @@ class TrainConfig(_Config):
         self._require(0 <= self.decay_share <= 1, "decay_share", "it must be in [0, 1]")
         for name in ("beta1", "beta2"):
             self._require(0 <= getattr(self, name) < 1, name, "it must be in [0, 1)")
+
+
+@dataclass(frozen=True)
+class LoraConfig(_Config):
+    """Low-rank adapters: see lora.py."""
+
+    _label: ClassVar[str] = "lora"
+
+    rank: int = 8
+    alpha: float = 16.0  # over rank, it scales what an adapter adds
+
+    def _check(self) -> None:
+        self._require(self.rank >= 1, "rank", "it must be at least 1")
+        self._require(self.alpha > 0, "alpha", "it must be above 0")
+
+
+@dataclass(frozen=True)
+class MeshConfig(_Config):
+    """Over how many processes a run is spread, and how; see distributed.py."""
+
+    _label: ClassVar[str] = "mesh"
+
+    data: int = 1  # sequences are dealt out
+    expert: int = 1  # sequences are dealt out, and experts
+    context: int = 1  # tokens of each sequence are dealt out
+
+    @property
+    def processes(self) -> int:
+        return self.data * self.expert * self.context
+
+    def _check(self) -> None:
+        for name in ("data", "expert", "context"):
+            self._require(getattr(self, name) >= 1, name, "it must be at least 1")
 
 
 @dataclass(frozen=True)

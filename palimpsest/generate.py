@@ -45,8 +45,10 @@ class Completion(str):
         return str(self)
 
 
-def generate(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], config: SamplingConfig) -> list[Completion]:
-    """One completion per prompt, each the same whatever its neighbours (in float32).
+def generate(
+    model: Model, tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]], config: SamplingConfig
+) -> list[Completion]:
+    """One completion per prompt, a text or token ids, each the same whatever its neighbours (in float32).
 
     With a seed every row starts its own generator from it, so equal prompts give equal texts. An empty prompt starts from
     the tokenizer's end token. A learned position table bounds prompt and text together. Raises InputError, before any
@@ -74,7 +76,7 @@ def stream(model: Model, tokenizer: Tokenizer, prompt: str, config: SamplingConf
 class _Row:
     """One sequence while it is drawn: its tokens, its randomness, and the text that is held back."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompt: str, config: SamplingConfig) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int], config: SamplingConfig) -> None:
         self.end_id = tokenizer.eos_id
         self.prompt_ids = _prompt_ids(model, tokenizer, prompt)
         self.token_ids: list[int] = []
@@ -143,14 +145,14 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _prompt_ids(model: Model, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def _prompt_ids(model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     if tokenizer.vocab_size > vocabulary:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the model's vocab_size is {vocabulary}; "
             "use the tokenizer that the model was trained with"
         )
-    ids = tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         if tokenizer.eos_id is None:
             raise InputError("the prompt is empty and the tokenizer has no end token to start from; give some text")

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from palimpsest import mixers, mlps, residuals
 from palimpsest.config import InputError, ModelConfig
+from palimpsest.context import Context
 from palimpsest.linear import Linear, Linear8
 from palimpsest.mixers import GatedDeltaNet, ShortConvolution
 from palimpsest.moe import Experts, MoE, PackedExperts, Router
@@ -84,6 +85,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = False  # in training: sublayers run again in the backward pass instead of keeping what they made
+        self.context: Context | None = None  # in training: the processes that share the tokens of a sequence
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embed_positions = (
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if config.position == "learned" else None
@@ -166,13 +168,28 @@ class Model(nn.Module):
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """`forward(..., labels=labels).loss` without its logits, for training; arguments as there."""
+        """`forward(..., labels=labels).loss` without its logits, for training; arguments as there.
+
+        With a `context`, the part of it that this process' tokens make up: the sum over the processes is the loss.
+        """
         _check_labels(ids, labels)
         packed, bounds, keep = self._pack(ids, cu_seqlens, attention_mask)
-        hidden, _, segments = self._hidden(packed, None, bounds)
-        targets = _targets(labels if keep is None else labels[keep].unsqueeze(0), segments)
-        total = linear_cross_entropy(hidden[:, :-1].flatten(0, 1), self.lm_head.weight, targets.flatten())
-        return total / (targets != -100).sum().clamp(min=1)
+        labels = labels if keep is None else labels[keep].unsqueeze(0)
+        segments = self._segments(packed, None, bounds)
+        targets = _targets(labels, segments)
+        part = None if self.context is None else self.context.part(packed, segments, self.config.linear_conv_kernel_dim)
+        if part is None:
+            hidden, _ = self._run(packed, None, segments)
+            hidden = hidden[:, :-1]
+        else:
+            packed, segments, _ = part
+            hidden, _ = self._run(packed, None, segments)
+            targets = F.pad(targets, (0, 1), value=-100)
+        count = (targets != -100).sum().clamp(min=1)
+        targets = targets if part is None else targets[:, part[2]]
+        total = linear_cross_entropy(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        # A row that does not cut is whole on every process, so that each adds its share of it.
+        return total / (count if part is not None or self.context is None else count * self.context.size)
 
     def hidden(
         self,
@@ -252,21 +269,26 @@ class Model(nn.Module):
         return ids[keep].unsqueeze(0), F.pad(keep.sum(1).cumsum(0), (1, 0)), keep
 
     def _hidden(self, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State, Segments]:
+        segments = self._segments(ids, state, cu_seqlens)
+        return *self._run(ids, state, segments), segments
+
+    def _segments(self, ids: Tensor, state: State | None, cu_seqlens: Tensor | None) -> Segments:
         batch, tokens = ids.shape
         lengths = [tokens] * batch if cu_seqlens is None else document_lengths(cu_seqlens, batch, tokens)
         if not lengths:
             raise InputError("ids holds no sequences; give at least one (it may have no tokens)")
-        if state is None:
-            state = self.new_state(len(lengths))
-        elif state.batch_size != len(lengths) or len(state.layers) != len(self.layers):
+        if state is not None and (state.batch_size != len(lengths) or len(state.layers) != len(self.layers)):
             raise InputError(
                 f"the state holds {state.batch_size} sequences of {len(state.layers)} layers; "
                 f"these ids are {len(lengths)} sequences for {len(self.layers)} layers"
             )
-        for index, (layer, form) in enumerate(zip(state.layers, self._forms, strict=True)):
-            if layer.form != form:
-                raise InputError(f"the state's layer {index} holds the memory of another model")
-        segments = Segments(state.lengths, tuple(lengths), cu_seqlens, ids.device)
+        return Segments((0,) * len(lengths) if state is None else state.lengths, tuple(lengths), cu_seqlens, ids.device)
+
+    def _run(self, ids: Tensor, state: State | None, segments: Segments) -> tuple[Tensor, State]:
+        if state is None:
+            state = self.new_state(len(segments.new))
+        else:
+            self._check_forms(state)
         self._check_range(ids, segments)
         x = self.embed_tokens(ids)
         if self.embed_positions is not None:
@@ -274,8 +296,12 @@ class Model(nn.Module):
         stream = residuals.start(self.config, x)
         again = self.recompute and torch.is_grad_enabled()
         layers = [block(stream, layer, segments, again) for block, layer in zip(self.layers, state.layers, strict=True)]
-        hidden = self.norm(residuals.join(stream.sources(), self.output_residual))
-        return hidden, State(layers, segments.lengths), segments
+        return self.norm(residuals.join(stream.sources(), self.output_residual)), State(layers, segments.lengths)
+
+    def _check_forms(self, state: State) -> None:
+        for index, (layer, form) in enumerate(zip(state.layers, self._forms, strict=True)):
+            if layer.form != form:
+                raise InputError(f"the state's layer {index} holds the memory of another model")
 
     @cached_property
     def _forms(self) -> list[tuple[object, ...]]:

@@ -91,21 +91,34 @@ class Experts(nn.Module):
             self.add_matrices(name, count, inner, width)
         self.add_matrices("down_proj", count, width, inner)
         self.activation = activation(config.moe_hidden_act, config)
+        # Where other processes hold a part of the experts: takes rows there and back.
+        self.exchange: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] | None = None
 
     def add_matrices(self, name: str, count: int, rows: int, columns: int) -> None:
         self.register_parameter(name, nn.Parameter(torch.zeros(count, rows, columns)))
 
     def product(self, name: str, x: Tensor, counts: Tensor) -> Tensor:
         """Rows x [N,in], sorted by expert, counts[e] of each, times the matrices `name` -> [N,out]."""
-        return ops.grouped_matmul(x, self.get_parameter(name), counts)
+        product = ops.grouped_in_graph if torch.compiler.is_compiling() else ops.grouped_matmul
+        return product(x, self.held(name), counts)
+
+    def held(self, name: str) -> Tensor:
+        """The parameter `name`, of this process' experts where others hold the rest."""
+        weight = self.get_parameter(name)
+        return weight.to_local() if hasattr(weight, "device_mesh") else weight  # type: ignore[operator]
+
+    def work(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts here make of rows [N,R], sorted by expert, counts[e] of each -> [N,R]."""
+        gate, up = (self.product(name, rows, counts) for name in ("gate_proj", "up_proj"))
+        return self.product("down_proj", self.activation(gate, up), counts)
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """x [N,R], experts and weights [N,k] -> the weighted sum [N,R] in x's dtype; three matrix products in all."""
         order = experts.flatten().argsort(stable=True)
-        counts = experts.flatten().bincount(minlength=self.count)
+        counts = torch.zeros(self.count, dtype=torch.int64, device=x.device)
+        counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
         rows = x[order // experts.shape[1]]
-        gate, up = (self.product(name, rows, counts) for name in ("gate_proj", "up_proj"))
-        y = self.product("down_proj", self.activation(gate, up), counts)
+        y = self.work(rows, counts) if self.exchange is None else self.exchange(rows, counts, self.work)
         y = y.to(weights.dtype)[order.argsort()].unflatten(0, experts.shape)
         return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from palimpsest.config import TrainConfig
+from palimpsest.distributed import full, joined, local, part_of
 from palimpsest.mixers import MLA, Attention, LinearAttention
 from palimpsest.model import Model
 from palimpsest.moe import Experts
@@ -82,35 +83,45 @@ class Muon(Precise, torch.optim.Optimizer):
                     continue
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum", torch.zeros_like(parameter))
-                momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                ahead = parameter.grad.lerp(momentum, group["momentum"])
+                held, gradient = local(momentum), local(parameter.grad)
+                held.lerp_(gradient, 1 - group["momentum"])
+                # Only whole matrices have a direction; of a step cut over processes each works out all and keeps its part.
+                ahead = full(joined(gradient.lerp(held, group["momentum"]), parameter))
                 cut = ahead if ahead.dim() == 3 else ahead.unflatten(0, (blocks, -1))
                 scale = 0.2 * math.sqrt(max(cut.shape[-2:]))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(orthogonal(cut).view_as(parameter), alpha=-group["lr"] * scale)
+                weight = local(parameter)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.add_(part_of(orthogonal(cut).view_as(ahead), parameter), alpha=-group["lr"] * scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self.stepped(self.update)
+
+
+def muon_groups(model: Model, config: TrainConfig) -> list[dict[str, Any]]:
+    """Muon's group first, with `blocks` beside its parameters, then AdamW's."""
+    taken = matrices(model)
+    ours: dict[str, Any] = {"name": "muon", "params": [], "param_names": [], "blocks": []}
+    ours["weight_decay"] = config.weight_decay
+    rest = []
+    for group in parameter_groups(model, config.weight_decay):
+        pairs = list(zip(group["param_names"], group["params"], strict=True))
+        for name, parameter in pairs:
+            if name in taken:
+                ours["params"].append(parameter)
+                ours["param_names"].append(name)
+                ours["blocks"].append(taken[name])
+        left = [(name, parameter) for name, parameter in pairs if name not in taken]
+        if left:
+            names, parameters = zip(*left, strict=True)
+            rest.append({**group, "params": list(parameters), "param_names": list(names)})
+    return [ours, *rest]
 
 
 class MuonAndAdamW:
     """Both optimisers as one: Muon for `matrices`, AdamW for everything else."""
 
     def __init__(self, model: Model, config: TrainConfig, lr: float) -> None:
-        taken = matrices(model)
-        ours: dict[str, Any] = {"params": [], "param_names": [], "blocks": [], "weight_decay": config.weight_decay}
-        rest = []
-        for group in parameter_groups(model, config.weight_decay):
-            pairs = list(zip(group["param_names"], group["params"], strict=True))
-            for name, parameter in pairs:
-                if name in taken:
-                    ours["params"].append(parameter)
-                    ours["param_names"].append(name)
-                    ours["blocks"].append(taken[name])
-            left = [(name, parameter) for name, parameter in pairs if name not in taken]
-            if left:
-                names, parameters = zip(*left, strict=True)
-                rest.append({**group, "params": list(parameters), "param_names": list(names)})
+        ours, *rest = muon_groups(model, config)
         self.muon = Muon([ours], lr)
         self.adamw = AdamW(rest, lr, (config.beta1, config.beta2))
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from palimpsest.config import TrainConfig
+from palimpsest.distributed import as_like, full, is_cut, local
 from palimpsest.model import Model
 from palimpsest.moe import Experts, Router
 
@@ -26,9 +28,10 @@ class TrainingFailed(RuntimeError):
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for an optimiser: matrices, which decay, and everything else, which does not.
 
-    Matrices are the weights of linear maps, of routers and of stacked experts. Embeddings (also when the head is tied to
-    one), norms, biases, decay rates, convolution taps and residual queries do not decay. Each parameter that requires a
-    gradient is in one group, once; `param_names` beside `params` tells which is which.
+    Matrices are the weights of linear maps, their adapters, of routers and of stacked experts. Embeddings (also when the
+    head is tied to one), norms, biases, decay rates, convolution taps and residual queries do not decay. Each parameter that
+    requires a gradient is in one group, once; `param_names` beside `params` tells which is which. Groups are named for
+    metrics.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = {
@@ -39,12 +42,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         if parameter.dim() >= 2 and id(parameter) not in tables
     }
     groups = [
-        {"params": [], "param_names": [], "weight_decay": weight_decay},
-        {"params": [], "param_names": [], "weight_decay": 0.0},
+        {"name": "matrices", "params": [], "param_names": [], "weight_decay": weight_decay},
+        {"name": "others", "params": [], "param_names": [], "weight_decay": 0.0},
     ]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            group = groups[0] if id(parameter) in matrices else groups[1]
+            group = groups[0] if id(parameter) in matrices or "lora_" in name else groups[1]
             group["params"].append(parameter)
             group["param_names"].append(name)
     return [group for group in groups if group["params"]]
@@ -93,15 +96,16 @@ class Precise:
             parameter.grad = None
 
     def named_state(self) -> dict[str, Tensor]:
-        """All that decides the next updates, as `{parameter name}.{a key of the state, or weight}`."""
+        """All that decides the next updates, as `{parameter name}.{a key of the state, or weight}`; whole tensors, so that
+        processes that hold parts of them must all ask."""
         tensors = {}
         copies = {id(precise) for _, precise in self.rounded}
         for name, parameter in self._named():
             for key in self.KEYS:
                 if parameter in self.state:
-                    tensors[f"{name}.{key}"] = self.state[parameter][key]
+                    tensors[f"{name}.{key}"] = full(self.state[parameter][key])
             if id(parameter) in copies:
-                tensors[f"{name}.weight"] = parameter.detach()
+                tensors[f"{name}.weight"] = full(parameter.detach())
         return tensors
 
     def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,7 +115,7 @@ class Precise:
     def fitting(self, tensors: Mapping[str, Tensor]) -> States:
         """Copies of the tensors by parameter; ValueError when one is missing, misshapen or belongs to no parameter."""
         copies = {id(precise) for _, precise in self.rounded}
-        left = dict(tensors)
+        left, scalar = dict(tensors), torch.zeros(())
         states: States = {}
         for name, parameter in self._named():
             has_state = f"{name}.{self.KEYS[0]}" in left
@@ -123,7 +127,9 @@ class Precise:
                     have = "is missing" if tensor is None else f"has shape {list(tensor.shape)}, expected {shape}"
                     raise ValueError(f"optimiser state {name}.{key} {have}")
             states[parameter] = {
-                key: tensor.to(parameter.device, copy=True) for key, tensor in found.items() if tensor is not None
+                key: as_like(tensor.to(parameter.device, copy=True), scalar if key == "step" else parameter)
+                for key, tensor in found.items()
+                if tensor is not None
             }
         if left:
             raise ValueError(f"optimiser state {min(left)} belongs to no parameter")
@@ -153,6 +159,23 @@ class AdamW(Precise, torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         return self.stepped(lambda: torch.optim.AdamW.step(self, closure))
+
+
+def group_table(model: Model, config: TrainConfig) -> list[dict[str, Any]]:
+    """The groups that `make_optimizer` would make, ready for JSON; also of a model on the meta device.
+
+    name, optimizer, weight_decay, tensors, parameters, kinds (the last words of the parameters' names, each once).
+    """
+    from palimpsest.muon import muon_groups
+
+    groups = muon_groups(model, config) if config.optimizer == "muon" else parameter_groups(model, config.weight_decay)
+    rows = []
+    for group in groups:
+        kinds = [re.sub(r"\.weight$", "", name).rsplit(".", 1)[-1] for name in group["param_names"]]
+        row = {"name": group["name"], "optimizer": "muon" if "blocks" in group else "adamw"}
+        row |= {"weight_decay": group["weight_decay"], "tensors": len(group["params"])}
+        rows.append({**row, "parameters": sum(p.numel() for p in group["params"]), "kinds": list(dict.fromkeys(kinds))})
+    return rows
 
 
 def make_optimizer(model: Model, config: TrainConfig) -> AdamW | MuonAndAdamW:
@@ -185,6 +208,22 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return highest * left + highest * config.min_learning_rate_ratio * (1 - left)
 
 
+def joint_norm(tensors: Sequence[Tensor]) -> float:
+    """The L2 norm of all tensors as one, in float32 (float64 when one of them is). Of tensors that are cut over
+    processes every one must be; all processes get the same."""
+    if not tensors:
+        return 0.0
+    held = [local(x) for x in tensors]
+    norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in held]
+    dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]))
+    if is_cut(tensors[0]):
+        squares = norm.double().square()
+        torch.distributed.all_reduce(squares)
+        norm = squares.sqrt()
+    return float(norm)
+
+
 @torch.no_grad()
 def clip_gradients(model: nn.Module, max_norm: float, step: int | None = None) -> float:
     """Scales all gradients so that their joint L2 norm is at most `max_norm` (0: leaves them); returns the norm before.
@@ -192,10 +231,7 @@ def clip_gradients(model: nn.Module, max_norm: float, step: int | None = None) -
     Raises TrainingFailed when the norm is not finite, naming `step` when it is given; the gradients then stay as they are.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if not gradients:
-        return 0.0
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    norm = float(torch.linalg.vector_norm(torch.stack([n.float() for n in norms])))
+    norm = joint_norm(gradients)
     if not math.isfinite(norm):
         where = "" if step is None else f"step {step}: "
         raise TrainingFailed(f"{where}the gradient norm is {norm}; lower learning_rate, or raise warmup_steps")

@@ -8,68 +8,101 @@ tokenizer = "bpe:1024"       # or "bytes", or a tokenizer.json, or a folder with
 validation_share = 0.1
 [train]
 steps = 1000                 # and any field of TrainConfig
+[mesh]                       # for many processes under torchrun; see distributed.py
+data = 2
+
+To go on from a trained model: `load = "folder or file"` in [model] in place of the preset, with its tokenizer unless another
+is named; `chat = "chats.jsonl"` in [data] in place of text, to learn answers (conversations.py); a table [lora] with `rank` and
+`alpha`, to train adapters only (lora.py), which are saved by themselves and merged into the model in the end.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
+import textwrap
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
-from palimpsest import checkpoint, data
-from palimpsest.config import InputError, ModelConfig, TrainConfig, suggestion
+from palimpsest import checkpoint, conversations, data, distributed, forecast, lora, published
+from palimpsest.config import InputError, LoraConfig, MeshConfig, ModelConfig, TrainConfig, suggestion
+from palimpsest.distributed import World
 from palimpsest.model import Model
+from palimpsest.optim import TrainingFailed, group_table, learning_rate
+from palimpsest.plan.units import bytes_text, count_text
 from palimpsest.progress import keep_memory
 from palimpsest.tokenizer import Tokenizer
-from palimpsest.train import Trainer
+from palimpsest.train import Trainer, Work
 
-TABLES = {"model": None, "data": ("text", "tokenizer", "validation_share", "encoding_errors"), "train": None}
+DATA = ("text", "chat", "tokenizer", "validation_share", "encoding_errors")
+TABLES = ("model", "data", "train", "mesh", "lora")
+
+
+class Material(NamedTuple):
+    """Tokens to train on and to validate with, and for conversations their marks."""
+
+    train: np.ndarray
+    validation: np.ndarray
+    marks: tuple[np.ndarray, np.ndarray] | None
+    bytes_per_token: float | None
 
 
 @dataclass(frozen=True)
 class Recipe:
     """What to train, on what, and how."""
 
-    preset: str
+    preset: str | None  # None with `load`
     overrides: dict[str, Any]  # ModelConfig fields; vocab_size follows the tokenizer unless given
     train: TrainConfig
     text: list[Path]
-    tokenizer: str = "bytes"
+    tokenizer: str = "bytes"  # "model": the one that `load` has
     validation_share: float = 0.1
     encoding_errors: Literal["strict", "replace"] = "strict"
+    mesh: MeshConfig | None = None  # None: data = the number of processes
+    load: Path | None = None
+    chat: list[Path] | None = None  # in place of text
+    lora: LoraConfig | None = None
 
     @classmethod
     def from_file(cls, path: Path) -> Recipe:
         """Reads a run file; paths in it are relative to the file. Raises `InputError` naming file, table and key."""
-        try:
-            values = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: not valid TOML ({error})") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-        for name, table in values.items():
-            if name not in TABLES:
-                raise InputError(f"{path}: unknown table [{name}]{suggestion(name, TABLES)}")
-            if not isinstance(table, dict):
-                raise InputError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+        values = _tables(path)
         model, source = dict(values.get("model", {})), dict(values.get("data", {}))
-        preset = model.pop("preset", None)
-        if not isinstance(preset, str):
+        preset, load = model.pop("preset", None), model.pop("load", None)
+        if load is not None:
+            if preset is not None or model or not isinstance(load, str):
+                raise InputError(f"{path}: [model] load is {load!r}; name a folder or file there, with nothing beside it")
+            source.setdefault("tokenizer", "model")
+        elif not isinstance(preset, str):
             raise InputError(f"{path}: [model] preset is {preset!r}; name one of those that `palimpsest presets` lists")
         for key in source:
-            if key not in (TABLES["data"] or ()):
-                raise InputError(f"{path}: unknown key {key!r} in [data]{suggestion(key, TABLES['data'] or ())}")
-        text = source.pop("text", None)
-        text = [text] if isinstance(text, str) else text
-        if not isinstance(text, list) or not text or not all(isinstance(item, str) for item in text):
-            raise InputError(f"{path}: [data] text is {text!r}; it must be a file or folder, or a list of them")
-        train = TrainConfig.from_dict(values.get("train", {}), source=str(path))
-        return cls(preset, model, train, [path.parent / item for item in text], **source).checked(str(path))
+            if key not in DATA:
+                raise InputError(f"{path}: unknown key {key!r} in [data]{suggestion(key, DATA)}")
+        kind = "chat" if "chat" in source and "text" not in source else "text"
+        if kind == "text" and source.pop("chat", None) is not None:
+            raise InputError(f"{path}: [data] has both text and chat; give one")
+        given = source.pop(kind, None)
+        given = [given] if isinstance(given, str) else given
+        if not isinstance(given, list) or not given or not all(isinstance(item, str) for item in given):
+            raise InputError(f"{path}: [data] {kind} is {given!r}; it must be a file or folder, or a list of them")
+        files = [path.parent / item for item in given]
+        return cls(
+            preset,
+            model,
+            TrainConfig.from_dict(values.get("train", {}), source=str(path)),
+            files if kind == "text" else [],
+            **source,
+            mesh=MeshConfig.from_dict(values["mesh"], str(path)) if "mesh" in values else None,
+            load=None if load is None else path.parent / load,
+            chat=files if kind == "chat" else None,
+            lora=LoraConfig.from_dict(values["lora"], str(path)) if "lora" in values else None,
+        ).checked(str(path))
 
     def checked(self, source: str = "") -> Recipe:
         """Itself, when every field is right; the model is checked with the vocabulary size it will have at least."""
@@ -81,6 +114,10 @@ class Recipe:
             raise InputError(f"{where}validation_share is {share!r}; it must be in (0, 1)")
         if self.encoding_errors not in ("strict", "replace"):
             raise InputError(f"{where}encoding_errors is {self.encoding_errors!r}; it must be 'strict' or 'replace'")
+        if self.lora is not None and self.train.optimizer != "adamw":
+            raise InputError(f"{where}optimizer is {self.train.optimizer!r}; adapters are trained with 'adamw'")
+        if self.preset is None:
+            return self
         try:
             ModelConfig.preset(self.preset, **self.overrides)
         except InputError as error:
@@ -92,42 +129,36 @@ class Recipe:
 
         Everything that can be refused is refused before anything is written. A stopped run goes on with `resume`.
         """
+        world = distributed.start(self.mesh)
         if resume and not out.is_dir():
             raise InputError(f"{out}: there is no run to resume here; begin one without --resume")
         if not resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise InputError(f"{out}: not an empty folder; resume the run in it with --resume, or give another --out")
+        world.wait()  # until all have seen the folder as it was
         existed = out.exists()
-        tokenizer = self._tokenizer(out, resume)
-        config = ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides})
+        trainer = None
         try:
-            tokens = self._tokens(out, tokenizer, resume)
-            tokens.check_vocab(config.vocab_size)
-            torch.manual_seed(self.train.seed)
-            model = Model(config)
-            held_out = max(1, round(tokens.num_tokens * self.validation_share))
-            if tokens.num_tokens - held_out < self.train.context_length or held_out < 2:
-                raise InputError(
-                    f"text: {tokens.num_tokens} tokens, {held_out} of them for validation; training needs at least one "
-                    f"sequence of context_length {self.train.context_length}: give more text or a shorter context"
-                )
-            trainer = Trainer(
-                model,
-                self.train,
-                tokens.tokens[:-held_out],
-                tokens.tokens[-held_out:],
-                folder=out,
-                bytes_per_token=tokens.num_bytes / tokens.num_tokens,
-                tokenizer=tokenizer,
-            )
+            trainer = self._trainer(out, resume, world)
             if resume:
                 trainer.resume()
+            keep_memory()
+            trainer.run()
         except InputError:
-            if not resume:
+            if not resume and trainer is None and world.is_main:
                 self._undo(out, existed)
             raise
-        keep_memory()
-        trainer.run()
-        checkpoint.save(model, out, tokenizer=tokenizer)
+        except (RuntimeError, MemoryError) as error:
+            if not forecast.is_out_of_memory(error):
+                raise
+            config = self._begin(out, True)[1]
+            raise TrainingFailed(forecast.advice(config, self.train, world.device, world.size)) from error
+        model = distributed.whole(trainer.model, world)
+        if world.is_main:
+            if self.lora is not None:
+                if not (out / "adapter").exists():
+                    lora.save(model, out / "adapter")
+                lora.merge(model)
+            checkpoint.save(model, out, tokenizer=trainer.tokenizer)
         nats = trainer.evaluate()
         return {
             "folder": str(out),
@@ -137,9 +168,112 @@ class Recipe:
             "parameters": model.num_parameters(),
             "active_parameters": model.num_parameters(active=True),
             "val_nats_per_token": nats,
-            "model": config.to_dict(),
+            "model": model.config.to_dict(),
             "train": self.train.to_dict(),
+            "mesh": world.sizes.to_dict(),
         }
+
+    def _trainer(self, out: Path, resume: bool, world: World) -> Trainer:
+        """Tokens in `out`, the model and its trainer; a model that does not fit the device raises as torch does."""
+        if not world.is_main:
+            world.wait()  # for what the first one prepares
+        reads = resume or not world.is_main
+        tokenizer, config, model = self._begin(out, reads)
+        material = self._material(out, tokenizer, config, reads)
+        if world.is_main:
+            world.wait()
+        torch.manual_seed(self.train.seed)
+        model = (Model(config) if model is None else model.float()).to(world.device)
+        if self.lora is not None:
+            adapted, left = lora.add(model, self.lora)
+            if world.is_main:
+                print(f"{len(adapted)} maps are adapted; not: {', '.join(left) or 'nothing'}", file=sys.stderr)
+        peak, source = forecast.peak_flops(world.device, self.train.precision)
+        if world.is_main:
+            print(f"MFU is a share of {world.size} x {peak / 1e12:.4g} TFLOP/s ({source})", file=sys.stderr)
+        return Trainer(
+            model,
+            self.train,
+            material.train,
+            material.validation,
+            folder=out,
+            bytes_per_token=material.bytes_per_token,
+            tokenizer=tokenizer,
+            work=Work(forecast.step_flops(config, self.train), world.size * peak),
+            world=world,
+            marks=material.marks,
+        )
+
+    def rehearse(self) -> dict[str, Any]:
+        """What `run` would do, ready for JSON; reads the text, makes its tokens aside and keeps nothing."""
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        processes = (self.mesh or MeshConfig()).processes
+        with tempfile.TemporaryDirectory() as folder:
+            tokenizer, config, model = self._begin(Path(folder), False)
+            material = self._material(Path(folder), tokenizer, config, False)
+            found = {"train": len(material.train), "validation": len(material.validation)}
+            found["vocab_size"] = tokenizer.vocab_size
+        if model is None:
+            with torch.device("meta"):
+                model = Model(config)
+        if self.lora is not None:
+            lora.add(model, self.lora)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        train = self.train
+        step_tokens = train.batch_size * train.accumulation * train.context_length
+        used = step_tokens * train.steps
+        marks = sorted({1, train.warmup_steps or 1, *(max(train.steps * part // 4, 1) for part in range(1, 5))})
+        return {
+            "parameters": model.num_parameters(),
+            "active_parameters": model.num_parameters(active=True),
+            "groups": group_table(model, train),
+            "tokens": {**found, "per_step": step_tokens, "in_all": used, "repeats": used / found["train"]},
+            "schedule": [{"step": step, "lr": learning_rate(step - 1, train)} for step in marks if step <= train.steps],
+            "estimate": forecast.facts(config, train, device, processes, trained / model.num_parameters()),
+            "model": config.to_dict(),
+            "train": train.to_dict(),
+        }
+
+    def _begin(self, out: Path, reads: bool) -> tuple[Tokenizer, ModelConfig, Model | None]:
+        """The tokenizer and the model's configuration; with `load` also the model."""
+        model = own = None
+        if self.load is not None:
+            model, own = published.load(self.load)
+            if self.tokenizer == "model" and own is None:
+                raise InputError(f"{self.load}: there is no tokenizer in it; name one in [data]")
+        tokenizer = own if self.tokenizer == "model" and own is not None else self._tokenizer(out, reads)
+        if model is not None:
+            return tokenizer, model.config, model
+        assert self.preset is not None
+        return tokenizer, ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides}), None
+
+    def _material(self, out: Path, tokenizer: Tokenizer, config: ModelConfig, reads: bool) -> Material:
+        """What is learned from and validated with, from text or from conversations."""
+        if self.chat is None:
+            tokens = self._tokens(out, tokenizer, reads)
+            tokens.check_vocab(config.vocab_size)
+            held_out, bytes_per_token = self._held_out(tokens), tokens.num_bytes / tokens.num_tokens
+            return Material(tokens.tokens[:-held_out], tokens.tokens[-held_out:], None, bytes_per_token)
+        talks = conversations.read(self.chat)
+        held_out = max(1, round(len(talks) * self.validation_share))
+        if len(talks) <= held_out:
+            raise InputError(f"chat: {len(talks)} conversations, {held_out} of them for validation; give more")
+        parts = talks[:-held_out], talks[-held_out:]
+        train, validation = (conversations.pack(part, tokenizer, self.train.context_length) for part in parts)
+        if train.cut + validation.cut:
+            cut = f"{train.cut + validation.cut} of {len(talks)} conversations are longer than context_length"
+            print(f"{cut} and lose their end", file=sys.stderr)
+        return Material(train.tokens, validation.tokens, (train.marks, validation.marks), None)
+
+    def _held_out(self, tokens: data.TokenFile) -> int:
+        """How many tokens at the end are for validation."""
+        held_out = max(1, round(tokens.num_tokens * self.validation_share))
+        if tokens.num_tokens - held_out < self.train.context_length or held_out < 2:
+            raise InputError(
+                f"text: {tokens.num_tokens} tokens, {held_out} of them for validation; training needs at least one "
+                f"sequence of context_length {self.train.context_length}: give more text or a shorter context"
+            )
+        return held_out
 
     def _tokenizer(self, out: Path, resume: bool) -> Tokenizer:
         if self.tokenizer == "bytes":
@@ -167,3 +301,48 @@ class Recipe:
         shutil.rmtree(out / "data", ignore_errors=True)
         if not existed and out.exists() and not any(out.iterdir()):
             out.rmdir()
+
+
+def _tables(path: Path) -> dict[str, Any]:
+    """The tables of a run file."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML ({error})") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    for name, table in values.items():
+        if name not in TABLES:
+            raise InputError(f"{path}: unknown table [{name}]{suggestion(name, TABLES)}")
+        if not isinstance(table, dict):
+            raise InputError(f"{path}: {name} is {table!r}; it must be a table, [{name}]")
+    return values
+
+
+def render(facts: dict[str, Any]) -> str:
+    """What `Recipe.rehearse` found, as text for a terminal."""
+    tokens, train, estimate = facts["tokens"], facts["train"], facts["estimate"]
+    size = f"{train['accumulation']} x {train['batch_size']} x {train['context_length']}"
+    lines = [
+        f"parameters    {facts['parameters']:,} ({facts['active_parameters']:,} active for a token)",
+        f"tokens        {tokens['train']:,} to train on, {tokens['validation']:,} to validate, "
+        f"vocabulary {tokens['vocab_size']:,}",
+        f"steps         {train['steps']:,} of {size} = {tokens['per_step']:,} tokens; {tokens['in_all']:,} in all, "
+        f"so the text is read {tokens['repeats']:.4g} times",
+        f"rate          {train['schedule']}: "
+        + ", ".join(f"{mark['lr']:.4g} at step {mark['step']:,}" for mark in facts["schedule"]),
+        f"operations    {count_text(estimate['step_flops'])} a step",
+    ]
+    held = estimate["memory_bytes"]
+    kinds = ("weights", "gradients", "optimizer", "activations", "loss")
+    parts = ", ".join(f"{kind} {bytes_text(held[kind])}" for kind in kinds)
+    where = estimate["device"] if estimate["num_devices"] == 1 else f"each of {estimate['num_devices']} devices"
+    lines.append(f"memory        about {bytes_text(held['peak'])} of tensors on {where} at the height of a step")
+    lines.append(f"              {parts}")
+    lines.append(f"\n{'group':<10}{'optimizer':<11}{'decay':>6}{'tensors':>9}{'parameters':>15}  of")
+    for row in facts["groups"]:
+        kinds = textwrap.wrap(", ".join(row["kinds"]), 74)
+        numbers = f"{row['weight_decay']:>6g}{row['tensors']:>9,}{row['parameters']:>15,}"
+        lines.append(f"{row['name']:<10}{row['optimizer']:<11}{numbers}  {kinds[0]}")
+        lines += [" " * 53 + more for more in kinds[1:]]
+    return "\n".join(lines)

@@ -45,10 +45,15 @@ def write_report(results: Results, path: Path) -> None:
         raise InputError(f"results: format is {results.get('format')!r}; this version reads {FORMAT}, run the lineage again")
     if not isinstance(results.get("stages"), list) or not results["stages"]:
         raise InputError(f"results: stages is {results.get('stages')!r}; it must be a list of stages, run the lineage again")
-    page = _page(results).encode("utf-8", "replace")
+    write_page(_page(results), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Writes a page whole or not at all. Raises `InputError` when the file cannot be written."""
+    content = page.encode("utf-8", "replace")
     temporary = path.with_name(f"{path.name}.tmp")
     try:
-        temporary.write_bytes(page)
+        temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -60,35 +65,41 @@ def _page(results: Results) -> str:
     places = [("stages", "The stages side by side"), *((plot.ident, plot.question) for plot in drawn)]
     places += [("scale", "How large is Kimi K3?"), ("each", "The stages one by one"), ("run", "How this was measured")]
     links = "".join(f'<li><a href="#{ident}">{escaped(name)}</a></li>' for ident, name in places)
-    style = (importlib.resources.files("palimpsest") / "report.css").read_text(encoding="utf-8")
     name = "Palimpsest: the lineage from GPT-2 to Kimi K3"
     body = [
         f'<header><h1>{name}</h1><p class="lead">{escaped(_lead(results))}</p>{_notice(results)}</header>',
         f'<nav aria-label="Contents"><ul>{links}</ul></nav>',
         "<main>",
-        _section("stages", places[0][1], _table(_summary(results))),
-        *(_plot(plot, _machine(results)) for plot in drawn),
-        _section("scale", places[-3][1], _scale(results.get("scale_card") or {})),
-        _section("each", places[-2][1], _stages(results)),
-        _section("run", places[-1][1], _table(_run(results))),
+        section_html("stages", places[0][1], table_html(_summary(results))),
+        *(plot_html(plot, _machine(results)) for plot in drawn),
+        section_html("scale", places[-3][1], _scale(results.get("scale_card") or {})),
+        section_html("each", places[-2][1], _stages(results)),
+        section_html("run", places[-1][1], table_html(_run(results))),
         "</main>",
     ]
+    return document(name, body)
+
+
+def document(title: str, body: Sequence[str]) -> str:
+    """A whole HTML page that needs nothing else."""
+    content = "\n".join(body)
+    style = (importlib.resources.files("palimpsest") / "report.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{name}</title>\n<style>\n{style}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n"
+        f"<title>{escaped(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n{content}\n</body>\n</html>\n"
     )
 
 
 # Pieces of HTML.
 
 
-def _section(ident: str, heading: str, content: str) -> str:
+def section_html(ident: str, heading: str, content: str) -> str:
     return f'<section id="{ident}"><h2>{escaped(heading)}</h2>{content}</section>'
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
     """A table with a caption, in a box of its own that scrolls when the table is wider than the page."""
     head = "".join(f'<th scope="col">{escaped(name)}</th>' for name in table.head)
     rows = []
@@ -122,18 +133,18 @@ def _exact(value: Cell) -> str:
     return f' title="{escaped(value[1])}"' if isinstance(value, tuple) and value[0] != value[1] else ""
 
 
-def _plot(plot: Plot, machine: str) -> str:
+def plot_html(plot: Plot, machine: str) -> str:
     panels = [panel for panel in map(plots.drawable, plot.panels) if panel.lines]
     drawing = f'<p class="unmeasured">{UNMEASURED}</p>'
     if panels:
         label = f"{plot.question} {'; '.join(f'{p.y_label} against {p.x_label}' for p in panels)}."
         drawing = plots.svg(plot.ident, label, panels)
         drawing += plots.legend(panels[0]) if len(panels[0].lines) > 1 else ""
-    return _section(
+    return section_html(
         plot.ident,
         plot.question,
         f'<p class="machine">{escaped(machine)}</p><figure>{drawing}</figure><p class="finding">{escaped(plot.finding)}</p>'
-        f"<details open><summary>The numbers</summary>{_table(plot.table)}</details>",
+        f"<details open><summary>The numbers</summary>{table_html(plot.table)}</details>",
     )
 
 
@@ -242,7 +253,7 @@ def _scale(card: dict[str, Any]) -> str:
         for label, value, _ in held
     ]
     source = f'<p class="machine">{escaped(str(card.get("source") or ""))}</p>'
-    exact = _table(Table("Kimi K3, exact counts", ["what", "exact value"], rows))
+    exact = table_html(Table("Kimi K3, exact counts", ["what", "exact value"], rows))
     return f'{source}<ul class="card">{"".join(tiles)}</ul><details open><summary>The numbers</summary>{exact}</details>'
 
 
@@ -267,7 +278,7 @@ def _stage(stage: dict[str, Any], config: dict[str, str], some_shared: bool) -> 
     name = str(stage.get("name"))
     full = str(stage.get("title") or name)
     if stage.get("ok"):
-        content = _table(_numbers(stage)) + _sample(stage.get("sample"))
+        content = table_html(_numbers(stage)) + _sample(stage.get("sample"))
     else:
         content = f'<p class="failed">{escaped(failure(stage))}</p>'
     caption = f"{title(stage)}: configuration" + (" where stages differ" if some_shared else "")
@@ -310,7 +321,7 @@ def _sample(sample: dict[str, Any] | None) -> str:
 
 
 def _config_table(caption: str, config: dict[str, str]) -> str:
-    return _table(Table(caption, ["setting", "value"], list(config.items()))) if config else ""
+    return table_html(Table(caption, ["setting", "value"], list(config.items()))) if config else ""
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:

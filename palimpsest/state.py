@@ -7,13 +7,15 @@ and the old one still holds what it held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from palimpsest.context import Part
 
 Kind = Literal["kv", "recurrent", "conv"]
 
@@ -30,6 +32,7 @@ class Segments:
     new: tuple[int, ...]  # tokens each sequence brings now
     cu_seqlens: Tensor | None
     device: torch.device
+    context: Part | None = None  # with tokens spread over processes: these are of one stretch of them
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -41,18 +44,32 @@ class Segments:
         """Every sequence has the same past and brings the same number of tokens."""
         return len(set(self.past)) <= 1 and len(set(self.new)) <= 1
 
-    @cached_property
+    @property
     def rows(self) -> Tensor:
         """The sequence of every token, [B,T] or [1,total]."""
+        return self._once("_rows", self._make_rows)
+
+    @property
+    def positions(self) -> Tensor:
+        """The position of every token in its sequence, [B,T] or [1,total]."""
+        return self._once("_positions", self._make_positions)
+
+    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` gave the first time. Not a cached_property: torch.compile cannot look into its lock."""
+        if torch.compiler.is_compiling():
+            return make()
+        if name not in self.__dict__:
+            self.__dict__[name] = make()
+        return self.__dict__[name]
+
+    def _make_rows(self) -> Tensor:
         index = torch.arange(len(self.new), device=self.device)
         if self.cu_seqlens is None:
             return index.unsqueeze(1).expand(-1, self.new[0] if self.new else 0)
         counts = torch.tensor(self.new, device=self.device)
         return torch.repeat_interleave(index, counts, output_size=sum(self.new)).unsqueeze(0)
 
-    @cached_property
-    def positions(self) -> Tensor:
-        """The position of every token in its sequence, [B,T] or [1,total]."""
+    def _make_positions(self) -> Tensor:
         past = torch.tensor(self.past, dtype=torch.long, device=self.device)
         if self.cu_seqlens is None:
             return past.unsqueeze(1) + torch.arange(self.new[0] if self.new else 0, device=self.device)

@@ -9,85 +9,61 @@ CPU a resumed run has the same losses bit for bit.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from palimpsest import checkpoint
+from palimpsest import checkpoint, distributed
 from palimpsest.balance import Balancer
 from palimpsest.config import InputError, TrainConfig
+from palimpsest.conversations import ANSWER, BEGIN
 from palimpsest.data import Batches
+from palimpsest.distributed import World
+from palimpsest.gradients import MicroBatch, arranged, backward, predicted, split_documents
+from palimpsest.inputs import check_lengths, inspected
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
 from palimpsest.progress import Display, interrupts, memory_bytes
+from palimpsest.qkclip import QKClip
 from palimpsest.tokenizer import Tokenizer
+from palimpsest.watch import Watch
 
-__all__ = ["Trainer", "TrainingFailed", "backward"]
+__all__ = ["Trainer", "TrainingFailed", "Work", "backward", "split_documents"]
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints")  # may change when a run is resumed
-BLOCK_TOKENS = 1 << 20  # token arrays may be larger than memory and are looked through in blocks
 
 Record = dict[str, Any]
 
 
-MicroBatch = tuple[Tensor, Tensor, Tensor | None]  # ids, labels as for the model, cu_seqlens when documents are apart
+class Work(NamedTuple):
+    """Operations of one step, and how many the machine is taken to do in a second at its best: for MFU."""
 
-
-def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str = "fp32") -> float:
-    """Adds the gradients of the mean loss over all predicted tokens of `micro_batches`; returns that loss in nats.
-
-    ids and labels are int64 [B,T], or [1,total] with cu_seqlens. Every predicted token counts the same wherever it is, so
-    the result is that of one large batch. Without any predicted token it is 0.
-    """
-    counts = [_predicted(labels, bounds) for _, labels, bounds in micro_batches]
-    total = torch.zeros(())
-    for (ids, labels, bounds), count in zip(micro_batches, counts, strict=True):
-        if count == 0:
-            continue
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=precision == "bf16"):
-            loss = model.loss(ids, labels, bounds)
-        share = loss * (count / sum(counts))
-        share.backward()
-        total = total + share.detach()
-    return float(total)
-
-
-def _predicted(labels: Tensor, bounds: Tensor | None) -> int:
-    """How many tokens are predicted: labelled ones, but for the first of every sequence."""
-    if bounds is None:
-        return int((labels[:, 1:] != -100).sum())
-    firsts = bounds[:-1][bounds.diff() > 0]
-    return int((labels != -100).sum()) - int((labels[0, firsts] != -100).sum())
-
-
-def split_documents(ids: Tensor, eos_id: int) -> tuple[Tensor, Tensor]:
-    """Rows [B,T] as one packed row [1,B*T] and its boundaries: every row, and every token behind an end of text, begins one."""
-    flat = ids.reshape(1, -1)
-    begins = torch.zeros(flat.shape[1] + 1, dtype=torch.bool, device=ids.device)
-    begins[:: ids.shape[1]] = True
-    begins[1:] |= flat[0] == eos_id
-    return flat, begins.nonzero().squeeze(1)
+    step_flops: float
+    peak_flops_per_s: float
 
 
 class Trainer:
     """Trains `model` in place on windows of `train_tokens`, a 1-D integer array (perhaps memory-mapped).
 
     With a `folder`, metrics and checkpoints (with the `tokenizer`) go there. `bytes_per_token` is that of the validation
-    text, for bits per byte. `report` is called with every record of metrics.jsonl:
+    text, for bits per byte. In a `world` of several processes, all of which must give the same arguments, the model's weights
+    are spread over them, and the first one writes. `marks` go with both arrays when they are conversations (conversations.py).
+    `report` is called with every record of metrics.jsonl:
 
         step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
         memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
-        moe_max_violation, moe_idle_experts (of that step)
+        moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; with qk_clip
+        max_attention_logit; groups: of every group of the optimiser its grad_norm (before clipping) and update_ratio;
+        residual_rms of what each sublayer read and of what the head read
         step, tokens, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
@@ -103,14 +79,19 @@ class Trainer:
         bytes_per_token: float | None = None,
         tokenizer: Tokenizer | None = None,
         report: Callable[[Record], Any] | None = None,
+        work: Work | None = None,
+        world: World | None = None,
+        marks: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        self.model, self.config = model, config
+        self.model, self.config, self.work = model, config, work
         self.folder = None if folder is None else Path(folder)
         self.validation_tokens, self.bytes_per_token = validation_tokens, bytes_per_token
         self.tokenizer, self.report = tokenizer, report
         self.device = next(model.parameters()).device
+        self.world = world or distributed.alone(self.device)
+        self.world.check(config, model)
         model.recompute = config.recompute
-        _check_lengths(model, config, validation_tokens)
+        check_lengths(model, config, validation_tokens)
         vocab_size = model.config.vocab_size
         if tokenizer is not None and tokenizer.vocab_size > vocab_size:
             raise InputError(
@@ -123,14 +104,26 @@ class Trainer:
             "model": model.config.to_dict(),
             "train": {name: value for name, value in config.to_dict().items() if name not in FREE},
             "tokenizer": None if tokenizer is None else tokenizer.fingerprint,
-            "train_tokens": _inspect("train_tokens", train_tokens, vocab_size),
+            "train_tokens": inspected("train_tokens", train_tokens, vocab_size),
             "validation_tokens": None,
         }
         if validation_tokens is not None:
-            self.identity["validation_tokens"] = _inspect("validation_tokens", validation_tokens, vocab_size)
-        self.batches = Batches(train_tokens, config.batch_size, config.context_length, config.seed)
+            self.identity["validation_tokens"] = inspected("validation_tokens", validation_tokens, vocab_size)
+        if marks is not None:
+            self.identity["marks"] = [inspected("marks", x, ANSWER + BEGIN + 1) for x in marks]
+        distributed.spread(model, self.world)
+        if config.compile:
+            for block in model.layers:
+                block.mixer.compile()  # type: ignore[union-attr]
+                block.mlp.compile()  # type: ignore[union-attr]
+        how = config.batch_size, config.context_length, config.seed
+        self.batches = Batches(train_tokens, *how)
+        self.marks = None if marks is None else Batches(marks[0], *how)
+        self.validation_marks = None if marks is None else marks[1]
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
+        self.qk_clip = QKClip(model, self.optimizer, config.qk_clip) if config.qk_clip else None
+        self.watch, self.groups, self.residual_rms = Watch(model, self.optimizer), {}, []
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
         self._claimed = False
@@ -152,30 +145,45 @@ class Trainer:
         self.model.train()
         self.optimizer.zero_grad()
         self.balancer.begin()
-        batches = [next(self.batches).to(self.device) for _ in range(self.config.accumulation)]
-        micro_batches = [(ids, ids, bounds) for ids, bounds in map(self._arranged, batches)]
-        loss = backward(self.model, micro_batches, self.config.precision)
+        if self.qk_clip is not None:
+            self.qk_clip.begin()
+        is_logged = self._due(self.config.log_every, number)
+        if is_logged:
+            self.watch.begin()
+        micro_batches = [self._next() for _ in range(self.config.accumulation)]
+        loss = backward(self.model, micro_batches, self.config.precision, self.world)
         try:
             if not math.isfinite(loss):
                 raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
+            if is_logged:
+                self.residual_rms = self.watch.residual_rms()
+                self.watch.before_update()
             self.grad_norm = clip_gradients(self.model, self.config.grad_clip, number)
         except TrainingFailed as error:
             raise TrainingFailed(f"{error} ({self._last_checkpoint()})") from None
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if is_logged:
+            self.groups = self.watch.after_update()
         self.balancer.end()
+        if self.qk_clip is not None:
+            self.qk_clip.end()
         self.steps_done = number
         self._torn = False
         self.seconds += time.perf_counter() - began
         return loss
 
-    def _arranged(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows as they are, or packed and cut into documents."""
-        if self.config.separate_documents:
-            assert self.tokenizer is not None and self.tokenizer.eos_id is not None
-            return split_documents(ids, self.tokenizer.eos_id)
-        return ids, None
+    def _next(self) -> MicroBatch:
+        """This process' rows of the next batch."""
+        ids = self.world.rows(next(self.batches)).to(self.device)
+        marks = None if self.marks is None else self.world.rows(next(self.marks)).to(self.device)
+        return arranged(ids, self._eos_id, marks)
+
+    @property
+    def _eos_id(self) -> int | None:
+        """What ends a document that the next must not see."""
+        return self.tokenizer.eos_id if self.config.separate_documents and self.tokenizer is not None else None
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -185,22 +193,33 @@ class Trainer:
         """
         if self.validation_tokens is None:
             raise InputError("validation_tokens: none were given; there is nothing to evaluate on")
-        length = self.config.context_length
-        tokens = torch.as_tensor(np.asarray(self.validation_tokens[: self.config.eval_tokens]).astype(np.int64))
-        whole = len(tokens) // length * length
-        windows = list(tokens[:whole].view(-1, length).split(self.config.batch_size)) if whole else []
-        if len(tokens) - whole >= 2:
-            windows.append(tokens[whole:].unsqueeze(0))
+        windows, marks = (self._windows(x) for x in (self.validation_tokens, self.validation_marks))
         was_training, total, count = self.model.training, 0.0, 0
         self.model.eval()
-        for ids in windows:
-            ids, bounds = self._arranged(ids.to(self.device))
+        for number, window in enumerate(windows):
+            rows = self.world.rows(window)
+            # A process without rows goes along with one that counts nothing: the others wait for it in every sublayer.
+            ids = (rows if len(rows) else window[:1]).to(self.device)
+            own = self.world.rows(marks[number]).to(self.device) if marks and len(rows) else None
+            ids, labels, bounds = arranged(ids, self._eos_id, own)
+            labels = labels if len(rows) else torch.full_like(ids, -100)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-                loss = self.model.loss(ids, ids, bounds)
-            predicted = _predicted(ids, bounds)
-            total, count = total + float(loss) * predicted, count + predicted
+                loss = self.model.loss(ids, labels, bounds)
+            here = predicted(labels, bounds)
+            total, count = total + float(loss) * here, count + here / self.world.sizes.context
         self.model.train(was_training)
-        return total / count
+        total, count = self.world.summed(total, count)
+        return total / count if count else float("nan")
+
+    def _windows(self, values: np.ndarray | Tensor | None) -> list[Tensor]:
+        """The first `eval_tokens` of them as batches of windows."""
+        if values is None:
+            return []
+        length = self.config.context_length
+        tokens = torch.as_tensor(np.asarray(values[: self.config.eval_tokens]).astype(np.int64))
+        whole = len(tokens) // length * length
+        windows = list(tokens[:whole].view(-1, length).split(self.config.batch_size)) if whole else []
+        return [*windows, tokens[whole:].unsqueeze(0)] if len(tokens) - whole >= 2 else windows
 
     def run(self) -> list[Record]:
         """Trains until `config.steps`; returns the records of this call.
@@ -216,7 +235,7 @@ class Trainer:
                 while self.steps_done < self.config.steps:
                     loss = self.step()
                     self._after_step(loss, records)
-                    if interrupted.is_set():
+                    if self.world.summed(interrupted.is_set())[0]:  # wherever Ctrl-C came to, all stop behind the same step
                         raise KeyboardInterrupt
             except KeyboardInterrupt:
                 self._display.close()
@@ -229,16 +248,15 @@ class Trainer:
                 self._display.close()
         return records
 
+    def _due(self, every: int, step: int) -> bool:
+        return step == self.config.steps or (every > 0 and step % every == 0)
+
     def _after_step(self, loss: float, records: list[Record]) -> None:
-        is_last = self.steps_done == self.config.steps
-
-        def due(every: int) -> bool:
-            return is_last or (every > 0 and self.steps_done % every == 0)
-
-        is_logged = due(self.config.log_every)
+        is_logged = self._due(self.config.log_every, self.steps_done)
         (tokens, seconds), memory = self._mark, memory_bytes(self.device)
         tokens_per_s = (self.tokens_done - tokens) / max(self.seconds - seconds, 1e-9)
-        self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
+        if self.world.is_main:
+            self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
         place = {"step": self.steps_done, "tokens": self.tokens_done}
         if is_logged:
             record = {
@@ -250,13 +268,24 @@ class Trainer:
                 "memory_bytes": memory,
                 "seconds": self.seconds,
                 **self.balancer.metrics(),
+                **(self.qk_clip.metrics() if self.qk_clip is not None else {}),
+                **self._mfu(tokens_per_s),
+                "groups": self.groups,
+                "residual_rms": self.residual_rms,
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)
-        if self.validation_tokens is not None and due(self.config.eval_every):
+        if self.validation_tokens is not None and self._due(self.config.eval_every, self.steps_done):
             self._record({**place, **self._validate(), "seconds": self.seconds}, records)
-        if self.folder is not None and due(self.config.checkpoint_every):
+        if self.folder is not None and self._due(self.config.checkpoint_every, self.steps_done):
             self.save()
+
+    def _mfu(self, tokens_per_s: float) -> Record:
+        """Model FLOPs utilisation: the share of the assumed peak that the matrix products of a step make up."""
+        if self.work is None:
+            return {}
+        steps_per_s = tokens_per_s * self.steps_done / self.tokens_done
+        return {"mfu": steps_per_s * self.work.step_flops / self.work.peak_flops_per_s}
 
     def _validate(self) -> Record:
         nats = self.evaluate()
@@ -268,12 +297,13 @@ class Trainer:
         values = {"val_nats_per_token": nats}
         if self.bytes_per_token is not None:
             values["val_bits_per_byte"] = nats / math.log(2) / self.bytes_per_token
-        self._display.validation(self.steps_done, values)
+        if self.world.is_main:
+            self._display.validation(self.steps_done, values)
         return values
 
     def _record(self, record: Record, records: list[Record]) -> None:
         records.append(record)
-        if self.folder is not None:
+        if self.folder is not None and self.world.is_main:
             with open(self.folder / METRICS, "a", encoding="utf-8", newline="\n") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
         if self.report is not None:
@@ -291,15 +321,13 @@ class Trainer:
             "data": self.batches.state_dict(),
             "random": checkpoint.random_state(),
         }
-        return checkpoint.save_checkpoint(
-            self.folder,
-            self.steps_done,
-            self.model,
-            self.optimizer.named_state(),
-            state,
-            self.tokenizer,
-            self.config.keep_checkpoints,
-        )
+        model, optimizer = distributed.whole(self.model, self.world), self.optimizer.named_state()
+        target = checkpoint.checkpoint_folder(self.folder, self.steps_done)
+        if self.world.is_main:
+            keep = self.config.keep_checkpoints
+            checkpoint.save_checkpoint(self.folder, self.steps_done, model, optimizer, state, self.tokenizer, keep)
+        self.world.wait()
+        return target
 
     def resume(self) -> int:
         """Takes up the run in the folder at its newest complete checkpoint; returns the number of steps it has done.
@@ -318,8 +346,10 @@ class Trainer:
         complete = checkpoint.checkpoints(self.folder)
         if complete:
             self._restore(complete[-1])
-        checkpoint.clean(self.folder)
-        checkpoint.trim_metrics(self.folder / METRICS, self.steps_done)
+        self.world.wait()  # until all have read what is there
+        if self.world.is_main:
+            checkpoint.clean(self.folder)
+            checkpoint.trim_metrics(self.folder / METRICS, self.steps_done)
         self._claimed = True
         return self.steps_done
 
@@ -328,20 +358,22 @@ class Trainer:
         weights, optimizer, state = checkpoint.read_checkpoint(path, self.model)
         try:
             step, seconds, drawn = int(state["step"]), float(state["seconds"]), checkpoint.parse_random_state(state["random"])
-            self.batches.load_state_dict(state["data"])
+            for batches in (self.batches, self.marks):
+                if batches is not None:
+                    batches.load_state_dict(state["data"])
             self.optimizer.load_named_state(optimizer)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else error
             raise InputError(f"{path}: {reason}; remove this folder to resume from the one before") from None
         for name, parameter in self.model.named_parameters():
-            parameter.copy_(weights[name])
+            distributed.local(parameter).copy_(distributed.part_of(weights[name], parameter))
         self.steps_done, self.seconds = step, seconds
         # Last, so that nothing above draws from the restored states.
         checkpoint.set_random_state(drawn)
 
     def _claim(self) -> None:
         """Makes the folder this run's own, or refuses one that holds a run."""
-        if self.folder is None or self._claimed:
+        if self.folder is None or self._claimed or not self.world.is_main:
             return
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"{self.folder}: it is a file; give a folder")
@@ -357,34 +389,3 @@ class Trainer:
     def _last_checkpoint(self) -> str:
         complete = [] if self.folder is None else checkpoint.checkpoints(self.folder)
         return f"the last checkpoint is {complete[-1]}" if complete else "there is no checkpoint yet"
-
-
-# --------------------------------------------------------------------------------------------------------- checks on the input
-
-
-def _check_lengths(model: Model, config: TrainConfig, validation_tokens: np.ndarray | Tensor | None) -> None:
-    length, limit = config.context_length, model.config.max_position_embeddings
-    if length < 2:
-        raise InputError(f"train: context_length is {length}; predicting a token takes one before it: give 2 or more")
-    if model.config.position == "learned" and length > limit:
-        raise InputError(f"train: context_length is {length}; the model's position table ends at {limit}: give that or less")
-    if validation_tokens is not None and min(len(validation_tokens), config.eval_tokens) < 2:
-        raise InputError(f"validation_tokens: {len(validation_tokens)} tokens, {config.eval_tokens} used; 2 are the least")
-
-
-def _inspect(name: str, tokens: np.ndarray | Tensor, vocab_size: int) -> Record:
-    """Checks every id against the vocabulary; returns the number of tokens and their digest."""
-    array = tokens.numpy() if isinstance(tokens, Tensor) else tokens
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(f"{name}: {array.dtype} with shape {list(array.shape)}; give a 1-D array of integers")
-    digest = hashlib.sha256()
-    for start in range(0, len(array), BLOCK_TOKENS):
-        block = array[start : start + BLOCK_TOKENS]
-        lowest, highest = int(block.min()), int(block.max())
-        if lowest < 0 or highest >= vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise InputError(
-                f"{name}: holds the id {wrong}; the model's vocab_size is {vocab_size}: use the tokenizer that the model is for"
-            )
-        digest.update(block.astype("<u4").tobytes())
-    return {"tokens": len(array), "digest": digest.hexdigest()[:16]}

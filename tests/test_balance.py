@@ -159,4 +159,5 @@ def test_a_step_without_tokens_and_experts_without_choice() -> None:
     everyone(ids)
     balancer.end()
     assert all(torch.equal(a, b) for a, b in zip(start, biases(everyone), strict=True))
-    assert balancer.metrics() == {"moe_max_violation": 0.0, "moe_idle_experts": 0}
+    even = [[1.0, 1.0, 1.0]] * everyone.config.mlps.count("moe")
+    assert balancer.metrics() == {"moe_max_violation": 0.0, "moe_idle_experts": 0, "moe_load": even}

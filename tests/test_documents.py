@@ -30,7 +30,20 @@ def test_plan() -> None:
     exec(compile(code, "plan.md", "exec"), {})
 
 
-@pytest.mark.parametrize("name", ["checkpoints.md", "plan.md"])
+def test_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code runs, and the run files are read, all but the paths in them."""
+    from palimpsest.recipe import Recipe
+
+    (code,) = blocks("training.md", "python")
+    exec(compile(code, "training.md", "exec"), {})
+    first, mesh, chat = blocks("training.md", "toml")
+    for number, text in enumerate((first, first + mesh, chat)):
+        (tmp_path / f"{number}.toml").write_text(text, encoding="utf-8")
+        recipe = Recipe.from_file(tmp_path / f"{number}.toml")
+        assert (recipe.mesh is not None, recipe.lora is not None) == (number == 1, number == 2)
+
+
+@pytest.mark.parametrize("name", ["checkpoints.md", "plan.md", "training.md"])
 def test_commands_parse(name: str) -> None:
     from palimpsest.cli import app
 

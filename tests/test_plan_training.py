@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,7 +59,11 @@ def peak_bytes(model: pal.Model, batch: int, tokens: int, optimizer: str, accumu
     step()
     update.zero_grad()
     held = [*model.parameters(), *update.named_state().values()]
-    now = sum(x.numel() * x.element_size() for x in held)
+    return allocated(step, sum(x.numel() * x.element_size() for x in held))
+
+
+def allocated(step: Callable[[], Any], now: int) -> int:
+    """The most bytes that torch's allocator held during a step that began with `now`."""
     peak = now
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         step()

@@ -8,6 +8,8 @@ Options: grouped key/value heads, rotary positions, RMSNorm on q and k per head,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +18,8 @@ from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.linear import Linear
 from palimpsest.state import KeyValue, Rows, Segments
+
+Observer = Callable[[Tensor, Tensor, tuple[int, ...], float], None]  # q, k, past, scale as in _attend
 
 
 class Attention(nn.Module):
@@ -39,6 +43,7 @@ class Attention(nn.Module):
         self.norm_eps = config.rms_norm_eps
         self.rotated = int(self.head_dim * config.partial_rotary_factor) if config.position == "rope" else 0
         self.rope_theta = config.rope_theta
+        self.observe: Observer | None = None  # told what is scored while training clips logits
 
     def new_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> KeyValue:
         empty = torch.empty(batch, 0, self.kv_heads, self.head_dim, dtype=dtype, device=device)
@@ -54,9 +59,11 @@ class Attention(nn.Module):
         if self.rotated:
             q = rotate(q, segments.positions, self.rope_theta, self.rotated)
             k = rotate(k, segments.positions, self.rope_theta, self.rotated)
-        rows = state.rows.append((k, v), segments)
-        keys, values = rows.tensors
-        o = causal_attention(q, keys, values, segments, self.head_dim**-0.5).flatten(-2)
+        rows = state.rows
+        if segments.context is None:
+            rows = rows.append((k, v), segments)
+        keys, values = rows.tensors if segments.context is None else segments.context.whole(k, v)
+        o = causal_attention(q, keys, values, segments, self.head_dim**-0.5, self.observe).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(o), KeyValue(rows)
@@ -74,30 +81,52 @@ def rotate(x: Tensor, positions: Tensor, theta: float, channels: int) -> Tensor:
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, observe: Observer | None = None
+) -> Tensor:
     """Softmax attention of the new tokens over each sequence's rows, old and new.
 
     q [B,T,H,D] or packed [1,total,H,D]; k [B or N,S,Hkv,D], v [B or N,S,Hkv,V], left-aligned rows that already hold the new
-    tokens. Token i of sequence b sees rows 0 .. past[b] + i. Returns [B,T,H,V] or [1,total,H,V].
+    tokens. Token i of sequence b sees rows 0 .. past[b] + i. Returns [B,T,H,V] or [1,total,H,V]. With tokens spread over
+    processes q are those of this one's stretch, and k and v [B,T,...] or [1,total,...] lie as in the whole row.
     """
+    if segments.context is not None:
+        return _attend_stretch(q, k, v, segments, segments.context.starts, scale, observe)
     if segments.cu_seqlens is None:
-        return _attend(q, k, v, segments.past, scale)
+        return _attend(q, k, v, segments.past, scale, observe)
     if segments.new and len(set(segments.new)) == 1:
         together = q.view(len(segments.new), segments.new[0], *q.shape[2:])
-        return _attend(together, k, v, segments.past, scale).reshape(1, -1, q.shape[2], v.shape[3])
+        return _attend(together, k, v, segments.past, scale, observe).reshape(1, -1, q.shape[2], v.shape[3])
     pieces, start = [], 0
     for row, (past, new) in enumerate(zip(segments.past, segments.new, strict=True)):
         window = slice(row, row + 1), slice(0, past + new)
-        pieces.append(_attend(q[:, start : start + new], k[window], v[window], (past,), scale))
+        pieces.append(_attend(q[:, start : start + new], k[window], v[window], (past,), scale, observe))
         start += new
     return torch.cat(pieces, 1) if pieces else q.new_zeros(1, 0, q.shape[2], v.shape[3])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...], scale: float) -> Tensor:
+def _attend_stretch(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments, starts: tuple[int, ...], scale: float, observe: Observer | None
+) -> Tensor:
+    """Sequence n of the stretch stands at starts[n] of the whole row, and its new tokens behind past[n] others there."""
+    if segments.cu_seqlens is None:
+        end = segments.past[0] + segments.new[0]
+        return _attend(q, k[:, :end], v[:, :end], segments.past, scale, observe)
+    pieces, at = [], 0
+    for start, past, new in zip(starts, segments.past, segments.new, strict=True):
+        window = slice(start, start + past + new)
+        pieces.append(_attend(q[:, at : at + new], k[:, window], v[:, window], (past,), scale, observe))
+        at += new
+    return torch.cat(pieces, 1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...], scale: float, observe: Observer | None) -> Tensor:
     """q [B,T,H,D] against k [B,S,Hkv,D], v [B,S,Hkv,V]; row b's first query stands at position past[b]."""
     tokens, size, channels = q.shape[1], k.shape[1], v.shape[3]
     if tokens == 0 or q.shape[0] == 0:
         return q.new_zeros(*q.shape[:3], channels)
+    if observe is not None:
+        observe(q, k, past, scale)
     mask, causal = None, False
     if len(set(past)) == 1 and past[0] + tokens == size:
         causal = past[0] == 0 and tokens > 1

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.context import remembered
 from palimpsest.linear import Linear
 from palimpsest.mixers.linear_attention import LinearAttention
+from palimpsest.state import Segments
 
 
 class DeltaNet(LinearAttention):
@@ -38,11 +40,9 @@ class DeltaNet(LinearAttention):
         beta = logits.to(torch.float64 if x.dtype == torch.float64 else torch.float32).sigmoid()
         return 2 * beta if self.allow_neg_eigval else beta
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         beta = self.write_strength(x)
-        return ops.delta_rule(q, k, v, beta, state=matrix, cu_seqlens=cu_seqlens, qk_l2norm=True)
+        return remembered(ops.delta_rule, segments, q, k, v, beta, state=matrix, qk_l2norm=True)
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:
         return ops.rms_norm(o, self.o_norm.weight, self.norm_eps)

@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.context import remembered
 from palimpsest.linear import Linear
 from palimpsest.mixers.deltanet import DeltaNet
+from palimpsest.state import Segments
 
 
 class GatedDeltaNet(DeltaNet):
@@ -56,17 +58,16 @@ class GatedDeltaNet(DeltaNet):
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
         dt += torch.log(-torch.expm1(-dt))
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return ops.gated_delta_rule(
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        return remembered(
+            ops.gated_delta_rule,
+            segments,
             q,
             k,
             v,
             self.a_proj(x),
             self.write_strength(x),
             state=matrix,
-            cu_seqlens=cu_seqlens,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             qk_l2norm=True,

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.context import remembered
 from palimpsest.linear import Linear
 from palimpsest.mixers.gated_deltanet import GatedDeltaNet
+from palimpsest.state import Segments
 
 
 class KDA(GatedDeltaNet):
@@ -29,18 +31,17 @@ class KDA(GatedDeltaNet):
         self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
         self.lower_bound = config.gate_lower_bound
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         raw = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.value_heads, self.key_dim))
-        return ops.kda(
+        return remembered(
+            ops.kda,
+            segments,
             q,
             k,
             v,
             raw,
             self.write_strength(x),
             state=matrix,
-            cu_seqlens=cu_seqlens,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
             lower_bound=self.lower_bound,

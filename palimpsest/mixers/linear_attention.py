@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.context import remembered
 from palimpsest.linear import Linear
 from palimpsest.state import Recurrent, Segments
 
@@ -97,25 +98,25 @@ class LinearAttention(nn.Module):
         mixed, conv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1), state.conv
         if self.taps:
             taps = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-            mixed, conv = ops.short_conv(mixed, taps, state.conv, segments.cu_seqlens)
+            if segments.context is not None:
+                conv = segments.context.before(mixed, self.taps - 1, segments)
+            mixed, conv = ops.short_conv(mixed, taps, conv, segments.cu_seqlens)
         keys = self.key_heads * self.key_dim
         q, k, v = mixed.split([keys, keys, self.value_heads * self.value_dim], -1)
         q = q.unflatten(-1, (self.key_heads, self.key_dim))
         k = k.unflatten(-1, (self.key_heads, self.key_dim))
         v = v.unflatten(-1, (self.value_heads, self.value_dim))
-        o, matrix = self.remember(x, q, k, v, state.matrix, segments.cu_seqlens)
+        o, matrix = self.remember(x, q, k, v, state.matrix, segments)
         return self.o_proj(self.read(x, o).flatten(-2)), Recurrent(matrix, conv)
 
-    def remember(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Writes k, v [B,T,H,K], [B,T,HV,V] into the matrix and reads with q: (o [B,T,HV,V], the new matrix)."""
         dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
         q, k = self.feature_map_q(q.to(dtype)), self.feature_map_k(k.to(dtype))  # type: ignore[misc]
         if self.has_norm:
-            return ops.linear_attention(q, k, v, state=matrix, cu_seqlens=cu_seqlens)
+            return remembered(ops.linear_attention, segments, q, k, v, state=matrix)
         counted = F.pad(v.to(dtype), (0, 1), value=1.0)
-        o, matrix = ops.linear_attention(q, k, counted, scale=1.0, state=matrix, cu_seqlens=cu_seqlens)
+        o, matrix = remembered(ops.linear_attention, segments, q, k, counted, scale=1.0, state=matrix)
         return (o[..., :-1] / (o[..., -1:] + NORMALISER_EPS)).to(v.dtype), matrix
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.linear import Linear
-from palimpsest.mixers.attention import causal_attention, rotate
+from palimpsest.mixers.attention import Observer, causal_attention, rotate
 from palimpsest.state import Latent, Rows, Segments
 
 LOW_RANK_NORM_EPS = 1e-6  # the published code leaves these two norms at its class default, whatever the model's epsilon
@@ -44,6 +44,7 @@ class MLA(nn.Module):
         self.kv_b_proj = Linear(self.rank, self.heads * (self.nope + self.value_dim), bias=False)
         self.g_proj = Linear(width, values, bias=False) if config.mla_use_output_gate else None
         self.o_proj = Linear(values, width, bias=False)
+        self.observe: Observer | None = None  # told what is scored while training clips logits
         # New tokens above which forming k and v for every row costs less than scoring in the latent space.
         extra = 2 * self.rank - self.nope - self.value_dim
         self.break_even = self.rank * (self.nope + self.value_dim) / extra if extra > 0 else float("inf")
@@ -63,10 +64,13 @@ class MLA(nn.Module):
         if self.rope_theta is not None:
             q_rope = rotate(q_rope, segments.positions, self.rope_theta, self.rope)
             k_rope = rotate(k_rope.unsqueeze(2), segments.positions, self.rope_theta, self.rope).squeeze(2)
-        rows = state.rows.append((latent, k_rope), segments)
-        absorb = max(segments.past, default=0) > 0 and max(segments.new, default=0) < self.break_even
+        rows = state.rows
+        if segments.context is None:
+            rows = rows.append((latent, k_rope), segments)
+        latents, shared_keys = rows.tensors if segments.context is None else segments.context.whole(latent, k_rope)
+        few = max(segments.past, default=0) > 0 and max(segments.new, default=0) < self.break_even
+        absorb = few and segments.context is None
         attend = self.attend_absorbed if absorb else self.attend_expanded
-        latents, shared_keys = rows.tensors
         o = attend(q_nope, q_rope, latents, shared_keys, segments).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
@@ -77,7 +81,7 @@ class MLA(nn.Module):
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.nope, self.value_dim], -1)
         k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, self.heads, -1).to(k_nope.dtype)], -1)
         q = torch.cat([q_nope, q_rope], -1)
-        return causal_attention(q, k, v, segments, (self.nope + self.rope) ** -0.5)
+        return causal_attention(q, k, v, segments, (self.nope + self.rope) ** -0.5, self.observe)
 
     def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
         """The same numbers without forming k and v: one shared key [c | p] and one shared value c for all heads."""

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palimpsest.ops import cpu
+from palimpsest.ops import cpu, graph
 from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
 from palimpsest.ops.cross_entropy import linear_cross_entropy
+from palimpsest.ops.graph import grouped as grouped_in_graph
 from palimpsest.ops.grouped import grouped_matmul
 from palimpsest.ops.linear import GROUP as Q8_0_GROUP
 from palimpsest.ops.linear import linear, q8_0_decode, q8_0_encode, q8_0_matmul
@@ -31,6 +32,7 @@ __all__ = [
     "choose",
     "delta_rule",
     "gated_delta_rule",
+    "grouped_in_graph",
     "grouped_matmul",
     "kda",
     "kda_gate",
@@ -236,13 +238,15 @@ def _run(
     """Checks, casts, expands the key heads and runs the chosen backend."""
     lengths = _check(q, k, v, beta, state, cu_seqlens, chunk_size)
     longest = q.shape[1] if lengths is None else max(lengths, default=0)
-    name, _ = choose(longest, q.device, backend, q.dtype, q.shape[-1])
+    in_graph = torch.compiler.is_compiling()  # then the choice is made when the graph runs
+    name = backend or "" if in_graph else choose(longest, q.device, backend, q.dtype, q.shape[-1])[0]
     dtype, out_dtype = _compute_dtype(q), v.dtype
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if gate is not None and g is not None:
         _check_gate(g.shape[2], g.shape[3] if g.dim() == 4 else 1, *gate)
     leaves = (q, k, v, g, beta, state, *(gate or ())[:2])
-    if name == "cpu" and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)):
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
+    if name == "cpu" and not in_graph and not learns:
         o, final = cpu.fused(q, k, v, g, beta, state, lengths, factor, qk_l2norm, beta_is_logit, gate)
         return o.to(out_dtype), final
     if g is not None:
@@ -264,13 +268,31 @@ def _run(
     state = state.to(dtype)
     # The dtypes are set above; autocast would take the memory's products down to 16 bits.
     with torch.autocast(q.device.type, enabled=False):
-        if name == "cpu":
-            o, final = cpu.differentiable(q, k, v, g, beta, state, lengths)
-        elif name == "reference":
-            o, final = recurrence(q, k, v, g, beta, state, lengths)
-        else:
-            o, final = chunked(q, k, v, g, beta, state, lengths, chunk_size)
+        o, final = (graph.recurrence if in_graph else _dispatch)(name, q, k, v, g, beta, state, lengths, chunk_size)
     return o.to(out_dtype), final
+
+
+def _dispatch(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    lengths: list[int] | None,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The backend of that name on inputs that `_run` has made ready."""
+    name = name or choose(q.shape[1], q.device, None, q.dtype, q.shape[-1])[0]
+    if name == "cpu":
+        return cpu.differentiable(q, k, v, g, beta, state, lengths)
+    if name == "reference":
+        return recurrence(q, k, v, g, beta, state, lengths)
+    return chunked(q, k, v, g, beta, state, lengths, chunk_size)
+
+
+graph.register(_dispatch, grouped_matmul)
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,120 @@
+"""The commands around training: `palimpsest train` and `palimpsest report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from palimpsest.config import InputError, TrainConfig
+from palimpsest.output import Json, check_json, write_json
+
+
+def train(
+    run: Path | None = None,
+    /,
+    *,
+    out: Path | None = None,
+    preset: str | None = None,
+    text: list[Path] | None = None,
+    tokenizer: str = "bytes",
+    set: list[str] | None = None,
+    encoding_errors: Literal["strict", "replace"] = "strict",
+    resume: Annotated[bool, Parameter(negative="")] = False,
+    dry_run: Annotated[bool, Parameter(negative="")] = False,
+    settings: Annotated[TrainConfig | None, Parameter(name="*")] = None,
+    json: Json = None,
+) -> None:
+    """Train a model on text, from a run file or from flags. The folder then opens with `palimpsest generate`.
+
+    Parameters
+    ----------
+    run
+        A run file (TOML with tables [model], [data], [train], and [mesh] for torchrun).
+        Leave out the other flags but --out, --resume, --json.
+    out
+        Folder of the run: tokens, metrics.jsonl, checkpoints, the model.
+    preset
+        A name that `palimpsest presets` lists.
+    text
+        File or folder of UTF-8 text, JSONL (field "text") or parquet (column "text"); repeat for more.
+    tokenizer
+        bytes, bpe:SIZE (learned from the text), a tokenizer.json, or a folder with one.
+    set
+        A model field as name=value, e.g. hidden_size=128; repeat for more.
+    encoding_errors
+        strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
+    resume
+        Go on with the run in the folder, at its newest checkpoint.
+    dry_run
+        Print parameters, memory, tokens, learning rates and optimiser groups; train nothing and write nothing.
+    """
+    check_json(json)
+    from palimpsest.recipe import Recipe, render
+
+    if run is not None:
+        given = [flag for flag, value in (("--preset", preset), ("--text", text), ("--set", set)) if value is not None]
+        given += ["the training flags"] if settings is not None else []
+        given += [flag for flag, value, default in (("--tokenizer", tokenizer, "bytes"),) if value != default]
+        if given:
+            raise InputError(f"{run} and {', '.join(given)} were both given; put it all into the file or all into flags")
+        recipe = Recipe.from_file(run)
+    else:
+        if preset is None or not text:
+            raise InputError("train needs a run file, or --preset and --text; see `palimpsest train --help`")
+        overrides = dict(_assignment(item) for item in set or [])
+        recipe = Recipe(preset, overrides, settings or TrainConfig(), text, tokenizer, 0.1, encoding_errors).checked()
+    if dry_run:
+        facts = recipe.rehearse()
+        print(render(facts))
+        write_json(json, facts)
+        return
+    if out is None:
+        raise InputError("train: --out is missing; name the folder of the run, or give --dry-run")
+    from palimpsest import distributed
+
+    try:
+        result = recipe.run(out, resume)
+    finally:
+        distributed.leave()
+    if not distributed.is_main():
+        return
+    print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
+    write_json(json, result)
+
+
+def _assignment(item: str) -> tuple[str, Any]:
+    """`name=value` with a value in TOML's spelling; bare words are text."""
+    import tomllib
+
+    name, equals, value = item.partition("=")
+    if not equals or not name:
+        raise InputError(f"--set {item!r}: write it as field=value")
+    if value in ("none", "null"):
+        return name, None
+    try:
+        return name, tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+def report(runs: list[Path], /, *, out: Path = Path("report.html"), json: Json = None) -> None:
+    """Draw training runs over one another: loss, rate, gradients, updates, experts, speed and memory, as one HTML file.
+
+    Parameters
+    ----------
+    runs
+        Folders of runs; their metrics.jsonl is read, also while they train.
+    out
+        The file to write.
+    """
+    check_json(json)
+    from palimpsest import run_report
+
+    facts = run_report.write(runs, out)
+    for row in facts["runs"]:
+        val = row["val_nats_per_token"]
+        print(f"{row['name']}: step {row['step']}" + ("" if val is None else f", validation {val:.4f} nats/token"))
+    print(out)
+    write_json(json, facts)
