@@ -92,12 +92,8 @@ def _calibrate(device: torch.device) -> dict[str, Any]:
     found["chunks_training"] = {kind: recurrence(kind, 1024, training=True) for kind in OPS}
     facts = machine(device)
     dtype = "f32" if device.type == "cpu" else "bf16"
-    about = {
-        "calibration": FORMAT,
-        "dtype": dtype,
-        "backend": ops.choose(1024, device)[0],
-        "memory_bytes": facts["memory_bytes"],
-    }
+    about = {"calibration": FORMAT, "device": device.type, "dtype": dtype, "backend": ops.choose(1024, device)[0]}
+    about["memory_bytes"] = facts["memory_bytes"]
     return {**about, "machine": facts, **found}
 
 

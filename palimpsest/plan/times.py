@@ -3,7 +3,8 @@
     t = sum over kinds of max( flops / (peak efficiency), bytes / (bandwidth efficiency) ) + communication     (table devices)
     t = sum over kinds of flops / measured rate + bytes / measured rate + fixed time of every sublayer         (calibrations)
 
-A GPU works while it is being asked for more: its calibrated time is the longer of the work and the fixed times (`calls`).
+A GPU works while it is being asked for more: the calibrated time of a pass is the longer of the work and the fixed times
+(`calls`). In training, which waits for its norms, they add up.
 
 Bytes of a pass: all weights but those of experts no token chose, E (1 - (1 - k/E)^tokens) of which are expected to be read;
 keys and values or latents once; recurrent matrices read and written.
@@ -254,7 +255,7 @@ def training_seconds(
         moved = 7 * SIZES[device.measured["dtype"]] * count  # as above
         parts["optimizer"] = moved / device.measured["bytes_per_s"] / accumulation
     parts = {kind: value * accumulation for kind, value in parts.items()}
-    return {**parts, "total": _total(parts, device)}
+    return {**parts, "total": sum(parts.values())}
 
 
 def _measured_training(
