@@ -1,0 +1,190 @@
+"""From tensors to kernels: sizes, strides, chunk tables, scratch memory and grids."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector
+from palimpsest.ops.triton.scan import scan
+
+CHUNK = 64
+Gate = tuple[Tensor, Tensor | None, float | None]
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call, readable by kernels, and what they mean. Gradients are asked of the first eight."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    beta: Tensor | None
+    state: Tensor | None
+    a_log: Tensor | None
+    bias: Tensor | None
+    lengths: tuple[int, ...] | None
+    scale: float
+    bound: float | None
+    norm: bool
+    logit: bool
+
+    @property
+    def vector(self) -> bool:
+        return self.g is not None and self.g.dim() == 4
+
+    @property
+    def gate(self) -> int:
+        """0 none, 1 ready, 2 unbounded, 3 bounded: GATE of the kernels."""
+        return 0 if self.g is None else 1 if self.a_log is None else 2 if self.bound is None else 3
+
+    @property
+    def erase(self) -> bool:
+        return self.beta is not None
+
+    @property
+    def half(self) -> bool:
+        """Whether products are of bfloat16. Everything else is multiplied to float32 accuracy."""
+        return self.q.dtype == self.k.dtype == self.v.dtype == torch.bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.half else torch.float32
+
+    @property
+    def padded(self) -> int:
+        """Key channels as the scratch tensors hold them."""
+        return max(16, triton.next_power_of_2(self.q.shape[3]))
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.lengths is None else len(self.lengths)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one sequence of an unpacked batch."""
+        return -(-self.q.shape[1] // CHUNK)
+
+    @property
+    def slots(self) -> int:
+        """Chunks of all sequences."""
+        if self.lengths is None:
+            return self.q.shape[0] * self.chunks
+        return sum(-(-length // CHUNK) for length in self.lengths)
+
+    def table(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.lengths is None else _table(self.lengths, self.q.device)
+
+    def sizes(self) -> dict[str, Any]:
+        """Compile-time arguments that all kernels over chunks share."""
+        return {
+            "HEADS": self.q.shape[2],
+            "VALUE_HEADS": self.v.shape[2],
+            "K": self.q.shape[3],
+            "KP": self.padded,
+            "PACKED": self.lengths is not None,
+            "DT": tl.bfloat16 if self.half else tl.float32,
+        }
+
+    def form(self) -> dict[str, Any]:
+        """Compile-time arguments of kernels that read raw gates, norms and strengths."""
+        return {"GATE": self.gate, "BIAS": self.bias is not None, "NORM": self.norm, "LOGIT": self.logit}
+
+
+class Prepared(NamedTuple):
+    """What `prepare` leaves of every chunk. Without a vector gate the three decayed tensors are absent."""
+
+    q_down: Tensor | None
+    k_down: Tensor | None
+    k_up: Tensor | None
+    keep: Tensor  # exp(G_last): [slots,HV,KP] or [slots,HV]
+    reads: Tensor  # P [slots,HV,64,64]
+    solve: Tensor | None  # Z [slots,HV,64,64]
+    rows: Tensor  # beta [slots,HV,64], or four row factors [slots,HV,4,64]
+
+
+@functools.lru_cache(maxsize=64)
+def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Packed documents: first token and number of tokens of every chunk [slots,2], and first chunk of every document [N+1]."""
+    bounds, firsts = [], [0]
+    for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
+        start = end - length
+        bounds += [(at, min(CHUNK, end - at)) for at in range(start, end, CHUNK)]
+        firsts.append(len(bounds))
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, firsts))  # type: ignore[return-value]
+
+
+def by_token(x: Tensor) -> Tensor:
+    """x [B,T,...] itself if its tokens lie at one distance from each other and each is in one piece; a copy otherwise."""
+    size = 1
+    for dim in range(x.dim() - 1, 1, -1):
+        if x.stride(dim) != size:
+            return x.contiguous()
+        size *= x.shape[dim]
+    return x if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(1)
+
+
+def prepare(given: Inputs) -> Prepared:
+    """Every chunk's part that needs no state."""
+    q, k, g, beta = given.q, given.k, given.g, given.beta
+    heads, slots, padded = given.v.shape[2], given.slots, given.padded
+    squares = [q.new_empty(slots, heads, CHUNK, CHUNK, dtype=given.dtype) for _ in range(2 if given.erase else 1)]
+    reads, solve = squares[0], squares[-1] if given.erase else None
+    tail = (given.table()[0],)
+    numbers = (q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), _stride(beta), given.scale)
+    grid = (heads, slots)
+    if given.vector:
+        decayed = [q.new_empty(slots, heads, CHUNK, padded, dtype=given.dtype) for _ in range(3)]
+        keep = q.new_empty(slots, heads, padded, dtype=torch.float32)
+        rows = q.new_empty(slots, heads, CHUNK, dtype=torch.float32)
+        prepare_vector[grid](
+            q, k, g, beta, given.a_log, given.bias, *tail, *decayed, keep, reads, solve, rows, *numbers, given.bound or 0.0,
+            **given.sizes(), **given.form(), **config(given, "prepare"),
+        )  # fmt: skip
+        return Prepared(*decayed, keep, reads, solve, rows)
+    keep = q.new_empty(slots, heads, dtype=torch.float32)
+    rows = q.new_empty(slots, heads, 4, CHUNK, dtype=torch.float32)
+    prepare_scalar[grid](
+        q, k, g, beta, given.a_log, given.bias, *tail, keep, reads, solve, rows, *numbers,
+        **given.sizes(), **given.form(), ERASE=given.erase, **config(given, "prepare"),
+    )  # fmt: skip
+    return Prepared(None, None, None, keep, reads, solve, rows)
+
+
+def walk(given: Inputs, ready: Prepared, kept: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    """All chunks in order: o and the final state. `kept`: also fills the states that enter the chunks, and U."""
+    q, k, v = given.q, given.k, given.v
+    heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    final = v.new_empty(given.sequences, heads, key_dim, value_dim, dtype=torch.float32)
+    bounds, firsts = given.table()
+    options = config(given, "scan")
+    left, right = (ready.q_down, ready.k_down) if given.vector else (q, k)
+    entering, updates = kept or (None, None)
+    scan[(-(-value_dim // options["BV"]), heads, given.sequences)](
+        left, right, ready.k_up, ready.keep, ready.reads, ready.solve, ready.rows, v, o, given.state, final,
+        entering, updates, bounds, firsts, v.shape[1], given.chunks, _stride(q), _stride(k), _stride(v),
+        **given.sizes(), V=value_dim, VECTOR=given.vector, GATED=given.gate > 0, ERASE=given.erase,
+        INITIAL=given.state is not None, KEEP=kept is not None, **options,
+    )  # fmt: skip
+    return o, final
+
+
+def config(given: Inputs, kernel: str) -> dict[str, Any]:
+    """Tile widths, warps and pipeline depth of a kernel; the length of a sequence has no part in it."""
+    value_dim = given.v.shape[3]
+    if kernel == "prepare":
+        return {"BK": min(64, given.padded), "num_warps": 4, "num_stages": 1}
+    width = 64 if given.half and value_dim % 64 == 0 and given.padded <= 128 else 32
+    width = max(16, min(width, triton.next_power_of_2(value_dim)))
+    return {"BV": width, "num_warps": 4, "num_stages": 2 if given.half else 1}

@@ -1,0 +1,225 @@
+"""What every chunk contributes, before any state is known: all chunks of all heads in parallel.
+
+With G the running sum of log decay inside a chunk, q and k normalised and q scaled, for rows i and j of a chunk
+
+    P[i,j] = <q_i, exp(G_i - G_j) k_j>  (j <= i)        A[i,j] = <k_i, exp(G_i - G_j) k_j>  (j < i)
+    Z = A (I + diag(beta) A)^-1  strictly lower         q_down = exp(G) q   k_down = exp(G) k   k_up = exp(G_last - G) k
+
+Z is what the solve needs: (I + A diag(beta))^-1 = I - Z diag(beta). Its entries are what one write still weighs in a later
+read, so |Z| <= |k|^2; so is every number on the way, since blocks are joined two by two:
+
+    Z of [[A1, 0], [B, A2]] = [[Z1, 0], [(I - Z2 beta2) B (I - beta1 Z1), Z2]]
+
+A vector gate splits exp(G_i - G_j) between the row and the column. Blocks below the diagonal are split at the block's edge,
+both exponents <= 0. Diagonal blocks of 16 are split at their middle row if no exponent exceeds SAFE, else again at edges.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from palimpsest.ops.triton.gates import (
+    CHUNK,
+    chunk_of,
+    corner,
+    dot,
+    from_middle,
+    log_decay,
+    split,
+    sums,
+    toward,
+)
+
+SAFE = tl.constexpr(60.0)  # a gate bounded by -5 spans 58 of these (base 2) on either side of the middle of 16 rows
+TILE = tl.constexpr(16)
+
+
+@triton.jit
+def rsqrt_of_squares(x, offsets, live, K: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(sum x^2 + 1e-6) of the rows at `offsets`."""
+    c = tl.arange(0, BK)
+    total = tl.zeros([CHUNK], tl.float32)
+    for block in tl.static_range((K + BK - 1) // BK):
+        mask = live[:, None] & (block * BK + c < K)[None, :]
+        part = tl.load(x + offsets[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(part * part, 1)
+    return tl.rsqrt(total + 1e-6)
+
+
+@triton.jit
+def block_solve(a, beta, DT: tl.constexpr):
+    """Z [64,64] from A, whose upper part is zero."""
+    i = tl.arange(0, CHUNK)
+    z = tl.where(corner(i[:, None], i[None, :], 1), a, 0.0)
+    z = join(z, a, beta, 2, DT)
+    z = join(z, a, beta, 4, DT)
+    z = join(z, a, beta, 8, DT)
+    z = join(z, a, beta, 16, DT)
+    return join(z, a, beta, 32, DT)
+
+
+@triton.jit
+def join(z, a, beta, HALF: tl.constexpr, DT: tl.constexpr):
+    i = tl.arange(0, CHUNK)
+    b = tl.where(corner(i[:, None], i[None, :], HALF), a, 0.0)
+    PRECISION: tl.constexpr = "tf32x3" if DT == tl.float32 else "tf32"
+    w = b - tl.dot(z, b * beta[:, None], input_precision=PRECISION)
+    return z + w - tl.dot(w * beta[None, :], z, input_precision=PRECISION)
+
+
+@triton.jit
+def add_level(p, a, q, k, g, HALF: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr):
+    """Adds the corners of the blocks of 2 HALF rows to P and A."""
+    i = tl.arange(0, CHUNK)
+    weight = tl.exp2(sums(toward(i[:, None], i[None, :], HALF), g, DT))
+    columns = tl.trans((k * weight).to(DT))
+    inside = corner(i[:, None], i[None, :], HALF)
+    p += tl.where(inside, dot(q * weight, columns, DT), 0.0)
+    if ERASE:
+        a += tl.where(inside, dot(k * weight, columns, DT), 0.0)
+    return p, a
+
+
+@triton.jit
+def add_diagonal(p, a, q, k, g, ERASE: tl.constexpr, DT: tl.constexpr):
+    """Adds the diagonal blocks of TILE rows to P and A."""
+    i = tl.arange(0, CHUNK)
+    row, column = i[:, None], i[None, :]
+    offset = sums(from_middle(row, column, TILE), g, DT)
+    if tl.max(tl.abs(offset)) <= SAFE:
+        up, down = tl.exp2(offset), tl.exp2(-offset)
+        columns = tl.trans((k * down).to(DT))
+        same = row // TILE == column // TILE
+        p += tl.where(same & (row >= column), dot(q * up, columns, DT), 0.0)
+        if ERASE:
+            a += tl.where(same & (row > column), dot(k * up, columns, DT), 0.0)
+    else:
+        p += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
+        p, a = add_level(p, a, q, k, g, 1, ERASE, DT)
+        p, a = add_level(p, a, q, k, g, 2, ERASE, DT)
+        p, a = add_level(p, a, q, k, g, 4, ERASE, DT)
+        p, a = add_level(p, a, q, k, g, 8, ERASE, DT)
+    return p, a
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def prepare_vector(
+    q, k, g, beta, a_log, bias, bounds, q_down, k_down, k_up, keep, reads, solve, rows,
+    tokens, chunks, stride_q, stride_k, stride_g, stride_beta, scale, lower_bound,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head with a gate per key channel. Strides are from token to token."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
+    place = slot.to(tl.int64) * VALUE_HEADS + head
+    i = tl.arange(0, CHUNK)
+    row, column = i[:, None], i[None, :]
+    live = i < count
+    token = start + i
+    key_head = head // (VALUE_HEADS // HEADS)
+    at_q, at_k = token * stride_q + key_head * K, token * stride_k + key_head * K
+    r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
+    if NORM:
+        r_q, r_k = rsqrt_of_squares(q, at_q, live, K, BK), rsqrt_of_squares(k, at_k, live, K, BK)
+    r_q *= scale
+    strength = tl.load(beta + token * stride_beta + head, mask=live, other=0.0).to(tl.float32)
+    if LOGIT:
+        strength = tl.where(live, tl.sigmoid(strength), 0.0)
+    tl.store(rows + place * CHUNK + i, strength)
+    rate = 1.0
+    if GATE > 1:
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    for block in tl.static_range(KP // BK):
+        c = block * BK + tl.arange(0, BK)
+        mask = live[:, None] & (c < K)[None, :]
+        x_k = tl.load(k + at_k[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
+        x_q = tl.load(q + at_q[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_q[:, None]
+        raw = tl.load(g + (token * stride_g + head * K)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if BIAS:
+            raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+        decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
+        out = (place * CHUNK + i)[:, None] * KP + c[None, :]
+        whole = sums(row >= column, decay, DT)
+        tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
+        down = tl.exp2(whole)
+        tl.store(q_down + out, (x_q * down).to(DT))
+        tl.store(k_down + out, (x_k * down).to(DT))
+        tl.store(k_up + out, (x_k * tl.exp2(sums(row < column, decay, DT))).to(DT))
+        p, a = add_level(p, a, x_q, x_k, decay, 32, True, DT)
+        p, a = add_level(p, a, x_q, x_k, decay, 16, True, DT)
+        p, a = add_diagonal(p, a, x_q, x_k, decay, True, DT)
+    square = (place * CHUNK + i)[:, None] * CHUNK + column
+    tl.store(reads + square, p.to(DT))
+    tl.store(solve + square, block_solve(a, strength, DT).to(DT))
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def prepare_scalar(
+    q, k, g, beta, a_log, bias, bounds, keep, reads, solve, rows,
+    tokens, chunks, stride_q, stride_k, stride_g, stride_beta, scale,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, ERASE: tl.constexpr,
+    PACKED: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one value head with one gate per head (GATE 0: none). Decay and norms are factors of whole rows, which
+    the scan applies: `rows` [slots,HV,4,64] holds beta and the row factors of q_down, k_down and k_up."""
+    head, slot = tl.program_id(0), tl.program_id(1)
+    start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
+    place = slot.to(tl.int64) * VALUE_HEADS + head
+    i = tl.arange(0, CHUNK)
+    row, column = i[:, None], i[None, :]
+    live = i < count
+    token = start + i
+    key_head = head // (VALUE_HEADS // HEADS)
+    at_q, at_k = token * stride_q + key_head * K, token * stride_k + key_head * K
+    c = tl.arange(0, BK)
+    p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    square_q, square_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    for block in tl.static_range(KP // BK):
+        mask = live[:, None] & (block * BK + c < K)[None, :]
+        x_k = tl.load(k + at_k[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0)
+        x_q = tl.load(q + at_q[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0)
+        if NORM:
+            wide_q, wide_k = x_q.to(tl.float32), x_k.to(tl.float32)
+            square_q += tl.sum(wide_q * wide_q, 1)
+            square_k += tl.sum(wide_k * wide_k, 1)
+        columns = tl.trans(x_k)
+        p += dot(x_q, columns, DT)
+        if ERASE:
+            a += dot(x_k, columns, DT)
+    r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
+    if NORM:
+        r_q, r_k = tl.rsqrt(square_q + 1e-6), tl.rsqrt(square_k + 1e-6)
+    r_q *= scale
+    p = p * r_q[:, None] * r_k[None, :]
+    a = a * r_k[:, None] * r_k[None, :]
+    down, up = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
+    if GATE > 0:
+        raw = tl.load(g + token * stride_g + head, mask=live, other=0.0).to(tl.float32)
+        rate = 1.0
+        if GATE > 1:
+            rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+        if BIAS:
+            raw += tl.load(bias + head).to(tl.float32)
+        decay = tl.where(live, log_decay(raw, rate, 0.0, GATE), 0.0)
+        # Every pair sums its own span, over the rows t with j < t <= i.
+        weight = tl.exp2(sums(row >= column, tl.where(row > column, decay[:, None], 0.0), DT))
+        p, a = p * weight, a * weight
+        down = tl.exp2(tl.sum(tl.where(row >= column, decay[None, :], 0.0), 1))
+        up = tl.exp2(tl.sum(tl.where(row < column, decay[None, :], 0.0), 1))
+        tl.store(keep + place, tl.exp2(tl.sum(decay, 0)))
+    out = rows + place * 4 * CHUNK + i
+    square = (place * CHUNK + i)[:, None] * CHUNK + column
+    tl.store(reads + square, tl.where(row >= column, p, 0.0).to(DT))
+    tl.store(out + CHUNK, r_q * down)
+    tl.store(out + 3 * CHUNK, r_k * up)
+    if ERASE:
+        strength = tl.load(beta + token * stride_beta + head, mask=live, other=0.0).to(tl.float32)
+        if LOGIT:
+            strength = tl.where(live, tl.sigmoid(strength), 0.0)
+        tl.store(out, strength)
+        tl.store(out + 2 * CHUNK, r_k * down)
+        tl.store(solve + square, block_solve(tl.where(row > column, a, 0.0), strength, DT).to(DT))
