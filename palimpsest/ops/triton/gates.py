@@ -57,7 +57,7 @@ def sums(which, g, DT: tl.constexpr):
     In bfloat16, which holds `which` exactly, g goes in as two parts: 16 bits of it.
     """
     if DT == tl.float32:
-        return tl.dot(which.to(tl.float32), g, input_precision="tf32x3")
+        return tl.dot(which, g, input_precision="tf32x3")
     else:
         high = g.to(DT)
         low = (g - high.to(tl.float32)).to(DT)
@@ -81,27 +81,26 @@ def chunk_of(slot, bounds, tokens, chunks, PACKED: tl.constexpr):
 
 
 @triton.jit
-def split(i, HALF: tl.constexpr):
-    """Whether a row index lies in the second half of its block of 2 HALF rows."""
-    return (i // HALF) % 2 == 1
+def ones(where):
+    return tl.where(where, 1.0, 0.0)
+
+
+# Halves of blocks are powers of two, 2^level. The level is an ordinary argument: one loop over levels keeps a kernel small.
+@triton.jit
+def corner(i, j, level):
+    """Where row i lies in the second half and column j in the first half of one block of two halves."""
+    return (i >> (level + 1) == j >> (level + 1)) & ((i >> level) > (j >> level))
 
 
 @triton.jit
-def corner(i, j, HALF: tl.constexpr):
-    """Where row i lies in the second half and column j in the first half of one block of 2 HALF."""
-    return (i // (2 * HALF) == j // (2 * HALF)) & split(i, HALF) & (split(j, HALF) == 0)
-
-
-@triton.jit
-def toward(i, t, HALF: tl.constexpr):
-    """Rows t of g between row i and the middle of its block of 2 HALF: up to and with i in the second half, after it in
-    the first."""
-    second = split(i, HALF)
-    return (i // HALF == t // HALF) & ((second & (t <= i)) | ((second == 0) & (t > i)))
+def toward(i, t, level):
+    """Rows t of g between row i and the middle of its block: up to and with i in the second half, after it in the first."""
+    second = ((i >> level) & 1) == 1
+    return ones((i >> level == t >> level) & ((second & (t <= i)) | ((second == 0) & (t > i))))
 
 
 @triton.jit
 def from_middle(i, t, WIDTH: tl.constexpr):
     """1 for rows between the middle row of a block of WIDTH and a later i, -1 between an earlier i and it."""
     middle = i // WIDTH * WIDTH + WIDTH // 2
-    return tl.where((t > middle) & (t <= i), 1.0, 0.0) - tl.where((t > i) & (t <= middle), 1.0, 0.0)
+    return ones((t > middle) & (t <= i)) - ones((t > i) & (t <= middle))

@@ -182,9 +182,9 @@ def walk(given: Inputs, ready: Prepared, kept: tuple[Tensor, Tensor] | None = No
 
 def config(given: Inputs, kernel: str) -> dict[str, Any]:
     """Tile widths, warps and pipeline depth of a kernel; the length of a sequence has no part in it."""
-    value_dim = given.v.shape[3]
+    wide = given.padded > 128
     if kernel == "prepare":
-        return {"BK": min(64, given.padded), "num_warps": 4, "num_stages": 1}
-    width = 64 if given.half and value_dim % 64 == 0 and given.padded <= 128 else 32
-    width = max(16, min(width, triton.next_power_of_2(value_dim)))
-    return {"BV": width, "num_warps": 4, "num_stages": 2 if given.half else 1}
+        return {"BK": min(32 if wide or not given.half else 64, given.padded), "num_warps": 8, "num_stages": 1}
+    value_dim = triton.next_power_of_2(given.v.shape[3])
+    width = max(16, min(64 if given.half and not wide else 32, value_dim))
+    return {"BV": width, "num_warps": 4 if given.half else 8, "num_stages": 2 if given.half and not wide else 1}

@@ -26,7 +26,7 @@ from palimpsest.ops.triton.gates import (
     dot,
     from_middle,
     log_decay,
-    split,
+    ones,
     sums,
     toward,
 )
@@ -50,56 +50,39 @@ def rsqrt_of_squares(x, offsets, live, K: tl.constexpr, BK: tl.constexpr):
 @triton.jit
 def block_solve(a, beta, DT: tl.constexpr):
     """Z [64,64] from A, whose upper part is zero."""
-    i = tl.arange(0, CHUNK)
-    z = tl.where(corner(i[:, None], i[None, :], 1), a, 0.0)
-    z = join(z, a, beta, 2, DT)
-    z = join(z, a, beta, 4, DT)
-    z = join(z, a, beta, 8, DT)
-    z = join(z, a, beta, 16, DT)
-    return join(z, a, beta, 32, DT)
-
-
-@triton.jit
-def join(z, a, beta, HALF: tl.constexpr, DT: tl.constexpr):
-    i = tl.arange(0, CHUNK)
-    b = tl.where(corner(i[:, None], i[None, :], HALF), a, 0.0)
     PRECISION: tl.constexpr = "tf32x3" if DT == tl.float32 else "tf32"
-    w = b - tl.dot(z, b * beta[:, None], input_precision=PRECISION)
-    return z + w - tl.dot(w * beta[None, :], z, input_precision=PRECISION)
-
-
-@triton.jit
-def add_level(p, a, q, k, g, HALF: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr):
-    """Adds the corners of the blocks of 2 HALF rows to P and A."""
     i = tl.arange(0, CHUNK)
-    weight = tl.exp2(sums(toward(i[:, None], i[None, :], HALF), g, DT))
-    columns = tl.trans((k * weight).to(DT))
-    inside = corner(i[:, None], i[None, :], HALF)
-    p += tl.where(inside, dot(q * weight, columns, DT), 0.0)
-    if ERASE:
-        a += tl.where(inside, dot(k * weight, columns, DT), 0.0)
-    return p, a
+    row, column = i[:, None], i[None, :]
+    z = tl.where(corner(row, column, 0), a, 0.0)
+    for level in range(1, 6):
+        b = tl.where(corner(row, column, level), a, 0.0)
+        w = b - tl.dot(z, b * beta[:, None], input_precision=PRECISION)
+        z += w - tl.dot(w * beta[None, :], z, input_precision=PRECISION)
+    return z
 
 
 @triton.jit
-def add_diagonal(p, a, q, k, g, ERASE: tl.constexpr, DT: tl.constexpr):
-    """Adds the diagonal blocks of TILE rows to P and A."""
+def scores(p, a, q, k, g, DT: tl.constexpr):
+    """Adds these channels to P and A: q, k, g [64,BK]."""
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
     offset = sums(from_middle(row, column, TILE), g, DT)
-    if tl.max(tl.abs(offset)) <= SAFE:
-        up, down = tl.exp2(offset), tl.exp2(-offset)
-        columns = tl.trans((k * down).to(DT))
+    safe = tl.max(tl.abs(offset)) <= SAFE
+    if safe:
+        columns = tl.trans((k * tl.exp2(-offset)).to(DT))
+        up = tl.exp2(offset)
         same = row // TILE == column // TILE
         p += tl.where(same & (row >= column), dot(q * up, columns, DT), 0.0)
-        if ERASE:
-            a += tl.where(same & (row > column), dot(k * up, columns, DT), 0.0)
+        a += tl.where(same & (row > column), dot(k * up, columns, DT), 0.0)
     else:
         p += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
-        p, a = add_level(p, a, q, k, g, 1, ERASE, DT)
-        p, a = add_level(p, a, q, k, g, 2, ERASE, DT)
-        p, a = add_level(p, a, q, k, g, 4, ERASE, DT)
-        p, a = add_level(p, a, q, k, g, 8, ERASE, DT)
+    for level in range(tl.where(safe, 4, 0), 6):
+        weight = tl.exp2(sums(toward(row, column, level), g, DT))
+        lower = (k * weight).to(DT)
+        columns = tl.trans(lower)
+        inside = corner(row, column, level)
+        p += tl.where(inside, dot(q * weight, columns, DT), 0.0)
+        a += tl.where(inside, dot(lower, columns, DT), 0.0)
     return p, a
 
 
@@ -132,7 +115,7 @@ def prepare_vector(
     if GATE > 1:
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    for block in tl.static_range(KP // BK):
+    for block in range(KP // BK):
         c = block * BK + tl.arange(0, BK)
         mask = live[:, None] & (c < K)[None, :]
         x_k = tl.load(k + at_k[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
@@ -142,15 +125,13 @@ def prepare_vector(
             raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
         out = (place * CHUNK + i)[:, None] * KP + c[None, :]
-        whole = sums(row >= column, decay, DT)
+        whole = sums(ones(row >= column), decay, DT)
         tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
         down = tl.exp2(whole)
         tl.store(q_down + out, (x_q * down).to(DT))
         tl.store(k_down + out, (x_k * down).to(DT))
-        tl.store(k_up + out, (x_k * tl.exp2(sums(row < column, decay, DT))).to(DT))
-        p, a = add_level(p, a, x_q, x_k, decay, 32, True, DT)
-        p, a = add_level(p, a, x_q, x_k, decay, 16, True, DT)
-        p, a = add_diagonal(p, a, x_q, x_k, decay, True, DT)
+        tl.store(k_up + out, (x_k * tl.exp2(sums(ones(row < column), decay, DT))).to(DT))
+        p, a = scores(p, a, x_q, x_k, decay, DT)
     square = (place * CHUNK + i)[:, None] * CHUNK + column
     tl.store(reads + square, p.to(DT))
     tl.store(solve + square, block_solve(a, strength, DT).to(DT))
@@ -178,7 +159,7 @@ def prepare_scalar(
     c = tl.arange(0, BK)
     p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     square_q, square_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-    for block in tl.static_range(KP // BK):
+    for block in range(KP // BK):
         mask = live[:, None] & (block * BK + c < K)[None, :]
         x_k = tl.load(k + at_k[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0)
         x_q = tl.load(q + at_q[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0)
@@ -206,7 +187,7 @@ def prepare_scalar(
             raw += tl.load(bias + head).to(tl.float32)
         decay = tl.where(live, log_decay(raw, rate, 0.0, GATE), 0.0)
         # Every pair sums its own span, over the rows t with j < t <= i.
-        weight = tl.exp2(sums(row >= column, tl.where(row > column, decay[:, None], 0.0), DT))
+        weight = tl.exp2(sums(ones(row >= column), tl.where(row > column, decay[:, None], 0.0), DT))
         p, a = p * weight, a * weight
         down = tl.exp2(tl.sum(tl.where(row >= column, decay[None, :], 0.0), 1))
         up = tl.exp2(tl.sum(tl.where(row < column, decay[None, :], 0.0), 1))
