@@ -204,11 +204,14 @@ def stages(op: str, given: dict[str, Any], only: str | None = None) -> Row:
 
     gate = (given["A_log"], given["dt_bias"], given.get("lower_bound")) if "A_log" in given else (None, None, None)
     args = (given["q"], given["k"], given["v"], given.get("g"), given.get("beta"), None, *gate[:2], None)
-    whole = launch.Inputs(*args, given["q"].shape[3] ** -0.5, gate[2], op != "linear_attention", op != "linear_attention")
+    whole = launch.Inputs(*args, given["q"].shape[3] ** -0.5, gate[2], op != "linear_attention", op != "linear_attention", 0)
     found: Row = {}
     with torch.no_grad():
-        ready = launch.prepare(whole)
-        for name, work in {"prepare": lambda: launch.prepare(whole), "scan": lambda: launch.walk(whole, ready)}.items():
+        ready, o, final = launch.prepare(whole), *launch.results(whole)
+        for name, work in {
+            "prepare": lambda: launch.prepare(whole),
+            "scan": lambda: launch.walk(whole, ready, o, final),
+        }.items():
             if only in (None, name):
                 found[f"{name}_ms"] = milliseconds(work)
     return found

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from palimpsest.ops.triton.launch import Inputs, by_token, prepare, walk
+from palimpsest.ops.triton.launch import Inputs, by_token, few, prepare, results, walk
 
 __all__ = ["recurrence"]
+
+FEW = 8  # tokens that go one by one: the state moves once, and there is no chunk to fill
 
 
 def recurrence(
@@ -32,5 +34,16 @@ def recurrence(
     parts = [None if x is None else by_token(x) for x in (q, k, v, g, beta)]
     whole = [None if x is None else x.contiguous() for x in (state, rate, bias)]
     documents = None if lengths is None else tuple(lengths)
-    given = Inputs(*parts, *whole, documents, scale, bound, normalise, beta_is_logit)  # type: ignore[arg-type]
-    return walk(given, prepare(given))
+    given = Inputs(*parts, *whole, documents, scale, bound, normalise, beta_is_logit, FEW)  # type: ignore[arg-type]
+    return forward(given)
+
+
+def forward(given: Inputs) -> tuple[Tensor, Tensor]:
+    """o and the final state. Which kernels work on a sequence depends on its own length only."""
+    lengths = (given.q.shape[1],) if given.lengths is None else given.lengths
+    o, final = results(given)
+    if any(length <= given.few for length in lengths):
+        few(given, o, final)
+    if any(length > given.few for length in lengths):
+        walk(given, prepare(given), o, final)
+    return o, final

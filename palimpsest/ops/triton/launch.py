@@ -13,6 +13,7 @@ from torch import Tensor
 
 from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector
 from palimpsest.ops.triton.scan import scan
+from palimpsest.ops.triton.step import step
 
 CHUNK = 64
 Gate = tuple[Tensor, Tensor | None, float | None]
@@ -34,6 +35,7 @@ class Inputs(NamedTuple):
     bound: float | None
     norm: bool
     logit: bool
+    few: int  # documents of at most so many tokens go token by token
 
     @property
     def vector(self) -> bool:
@@ -76,10 +78,10 @@ class Inputs(NamedTuple):
         """Chunks of all sequences."""
         if self.lengths is None:
             return self.q.shape[0] * self.chunks
-        return sum(-(-length // CHUNK) for length in self.lengths)
+        return sum(-(-length // CHUNK) for length in self.lengths if length > self.few)
 
-    def table(self) -> tuple[Tensor | None, Tensor | None]:
-        return (None, None) if self.lengths is None else _table(self.lengths, self.q.device)
+    def table(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return (None, None, None) if self.lengths is None else _table(self.lengths, self.few, self.q.device)
 
     def sizes(self) -> dict[str, Any]:
         """Compile-time arguments that all kernels over chunks share."""
@@ -110,14 +112,17 @@ class Prepared(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Packed documents: first token and number of tokens of every chunk [slots,2], and first chunk of every document [N+1]."""
-    bounds, firsts = [], [0]
+def _table(lengths: tuple[int, ...], few: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Packed documents: first token and number of tokens of every chunk [slots,2], those of documents of a few tokens left
+    out; first chunk and first token of every document [N+1]."""
+    bounds, firsts, starts = [], [0], [0]
     for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
         start = end - length
-        bounds += [(at, min(CHUNK, end - at)) for at in range(start, end, CHUNK)]
+        if length > few:
+            bounds += [(at, min(CHUNK, end - at)) for at in range(start, end, CHUNK)]
         firsts.append(len(bounds))
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, firsts))  # type: ignore[return-value]
+        starts.append(end)
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, firsts, starts))  # type: ignore[return-value]
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -161,23 +166,43 @@ def prepare(given: Inputs) -> Prepared:
     return Prepared(None, None, None, keep, reads, solve, rows)
 
 
-def walk(given: Inputs, ready: Prepared, kept: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """All chunks in order: o and the final state. `kept`: also fills the states that enter the chunks, and U."""
+def results(given: Inputs) -> tuple[Tensor, Tensor]:
+    """Memory for o and the final state."""
+    (batch, tokens, heads, value_dim), key_dim = given.v.shape, given.q.shape[3]
+    final = given.v.new_empty(given.sequences, heads, key_dim, value_dim, dtype=torch.float32)
+    return given.v.new_empty(batch, tokens, heads, value_dim), final
+
+
+def walk(
+    given: Inputs, ready: Prepared, o: Tensor, final: Tensor, kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
+) -> None:
+    """All chunks in order: fills o and the final state. `kept`: also the states that enter the chunks, and U."""
     q, k, v = given.q, given.k, given.v
-    heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)
-    final = v.new_empty(given.sequences, heads, key_dim, value_dim, dtype=torch.float32)
-    bounds, firsts = given.table()
+    heads, value_dim = v.shape[2], v.shape[3]
+    bounds, firsts, _ = given.table()
     options = config(given, "scan")
     left, right = (ready.q_down, ready.k_down) if given.vector else (q, k)
-    entering, updates = kept or (None, None)
     scan[(-(-value_dim // options["BV"]), heads, given.sequences)](
         left, right, ready.k_up, ready.keep, ready.reads, ready.solve, ready.rows, v, o, given.state, final,
-        entering, updates, bounds, firsts, v.shape[1], given.chunks, _stride(q), _stride(k), _stride(v),
+        *kept, bounds, firsts, v.shape[1], given.chunks, _stride(q), _stride(k), _stride(v),
         **given.sizes(), V=value_dim, VECTOR=given.vector, GATED=given.gate > 0, ERASE=given.erase,
-        INITIAL=given.state is not None, KEEP=kept is not None, **options,
+        INITIAL=given.state is not None, KEEP=kept[0] is not None, **options,
     )  # fmt: skip
-    return o, final
+
+
+def few(given: Inputs, o: Tensor, final: Tensor) -> None:
+    """Token by token: fills o and the final state of every sequence of at most `given.few` tokens."""
+    q, k, v, g, beta = given[:5]
+    heads, value_dim = v.shape[2], v.shape[3]
+    options = config(given, "step")
+    sizes = given.sizes()
+    del sizes["DT"]
+    step[(-(-value_dim // options["BV"]), heads, given.sequences)](
+        q, k, v, g, beta, given.a_log, given.bias, given.state, o, final, given.table()[2],
+        q.shape[1], _stride(q), _stride(k), _stride(v), _stride(g), _stride(beta), given.scale, given.bound or 0.0,
+        **sizes, **given.form(), V=value_dim, VECTOR=given.vector, ERASE=given.erase, INITIAL=given.state is not None,
+        FEW=given.few, **options,
+    )  # fmt: skip
 
 
 def config(given: Inputs, kernel: str) -> dict[str, Any]:
@@ -186,5 +211,7 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     if kernel == "prepare":
         return {"BK": min(32 if wide or not given.half else 64, given.padded), "num_warps": 8, "num_stages": 1}
     value_dim = triton.next_power_of_2(given.v.shape[3])
+    if kernel == "step":
+        return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
     width = max(16, min(64 if given.half and not wide else 32, value_dim))
     return {"BV": width, "num_warps": 4 if given.half else 8, "num_stages": 2 if given.half and not wide else 1}

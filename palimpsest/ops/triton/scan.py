@@ -89,4 +89,4 @@ def scan(
             if GATED:
                 state *= tl.load(keep + place)
             state = dot_add(tl.trans(b_k), tl.load(factors + 3 * CHUNK)[:, None] * update, state, DT)
-    tl.store(final + cell, state, mask=inside)
+    tl.store(final + cell, state, mask=inside & (last > first))
