@@ -1,59 +1,76 @@
-"""One call on a machine with a GPU: are the kernels right, how fast are they, and with which tiles."""
+"""One call on a machine with a GPU: are the kernels right, how fast are they, and with which tiles.
 
-import json, os, sys, time
-import torch
-from palimpsest import benchmark_gpu as b
+Every group of rows runs in a process of its own, since a fault leaves a process without its device.
+"""
 
-began = time.time()
-out = os.environ.get("OUT", ".")
-rows = []
+import json
+import os
+import subprocess
+import sys
+import time
 
-
-def run(name, source):
-    if time.time() - began > 270:
-        print(name, "left out: no time")
-        return
-    print(f"--- {name} at {time.time() - began:.0f} s", flush=True)
-    rows.extend(b.report(source, lambda text: print(text, flush=True)))
-    json.dump(rows, open(f"{out}/gpu_first.json", "w"))
+BIG, SMALL = (1, 8192, 96), (1, 8192, 16)
 
 
-print(torch.__version__, torch.cuda.get_device_name())
-big, small = (1, 8192, 96), (1, 8192, 16)
-run("forward", b.forward(((1, 8192, 96), (1, 8192, 16), (8, 2048, 16), (1, 65536, 16))))
-run(
-    "stages",
-    iter([{"work": f"{op} {s}"} | b.stages(op, b.inputs(op, *s)) for op in ("kda", "gated_delta_rule") for s in (big, small)]),
-)
-run(
-    "prepare",
-    b.sweep("prepare", "kda", big, [{"BK": k, "num_warps": w} for k, w in ((64, 4), (64, 8), (32, 4), (32, 8), (128, 8))]),
-)
-run(
-    "scan",
-    b.sweep(
-        "scan",
-        "kda",
-        big,
-        [
-            {"BV": v, "num_warps": w, "num_stages": s}
-            for v, w, s in ((64, 4, 1), (64, 4, 2), (32, 4, 1), (32, 4, 2), (128, 8, 1), (128, 8, 2), (128, 4, 2), (64, 8, 2))
-        ],
+def options(*names):
+    return lambda *rows: [dict(zip(names, row, strict=True)) for row in rows]
+
+
+TILES, WARPS = options("BV", "num_warps", "num_stages"), options("BK", "num_warps")
+GROUPS = {
+    "forward": lambda b: b.forward((BIG, SMALL, (8, 2048, 16), (1, 65536, 16))),
+    "stages": lambda b: (
+        {"work": f"{op} {size}"} | b.stages(op, b.inputs(op, *size))
+        for op in ("kda", "gated_delta_rule")
+        for size in (BIG, SMALL)
     ),
-)
-run(
-    "scan",
-    b.sweep(
-        "scan",
-        "kda",
-        small,
-        [
-            {"BV": v, "num_warps": w, "num_stages": s}
-            for v, w, s in ((32, 4, 1), (32, 4, 2), (32, 4, 3), (16, 4, 2), (64, 4, 2))
-        ],
-    ),
-)
-run("accuracy", b.accuracy())
-print("=== table")
-for row in rows:
-    print(b.line(row)[:150])
+    "prepare": lambda b: b.sweep("prepare", "kda", BIG, WARPS((64, 4), (32, 4), (128, 8), (32, 2), (64, 8))),
+    "solve": lambda b: b.sweep("solve", "kda", BIG, [{}, {"maxnreg": 128}, {"maxnreg": 96}, {"num_warps": 8}]),
+    "step": lambda b: b.decode(),
+    "accuracy": lambda b: b.accuracy(),
+    **{
+        f"scan {size[2]} {tile}": lambda b, size=size, tile=tile: b.sweep("scan", "kda", size, TILES(tile))
+        for size, tiles in (
+            (BIG, ((64, 4, 1), (64, 4, 2), (128, 8, 2), (128, 8, 1), (64, 8, 2), (32, 4, 1))),
+            (SMALL, ((32, 4, 2), (16, 4, 2), (64, 8, 2))),
+        )
+        for tile in tiles
+    },
+}
+
+
+def group(name):
+    import torch
+
+    from palimpsest import benchmark_gpu as b
+
+    b.report(GROUPS[name](b), lambda row: print(b.line(row)[:150], flush=True))
+    torch.cuda.synchronize()
+
+
+def main():
+    began, out = time.time(), os.environ.get("OUT", ".")
+    names = sys.argv[1:] or list(GROUPS)
+    waiting, lines = list(names), []
+    for name in waiting:
+        left = 280 - (time.time() - began)
+        if left < 5:
+            print("left out, no time:", name)
+            continue
+        print(f"--- {name} at {time.time() - began:.0f} s", flush=True)
+        command = [sys.executable, __file__, "--group", name]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=min(left, 90))
+            text = result.stdout + (result.stderr[-400:] if result.returncode else "")
+        except subprocess.TimeoutExpired as late:
+            text = (late.stdout or b"").decode() + "took too long\n"
+        print(text, end="", flush=True)
+        lines += text.splitlines()
+    json.dump(lines, open(f"{out}/gpu_first.json", "w"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--group"]:
+        group(sys.argv[2])
+    else:
+        main()

@@ -181,6 +181,30 @@ def _time(op: str, batch: int, tokens: int, heads: int) -> Row:
         return {"ms": milliseconds(lambda: call(op, given, backend="triton"))}
 
 
+def decode(sizes: tuple[tuple[int, int], ...] = ((32, 32), (128, 32), (1, 96), (1, 32))) -> Iterator[Row]:
+    """One token of B sequences with H heads, launched one by one and as a replayed graph; the floor reads and writes states."""
+    rate = copy_rate()
+    for batch, heads in sizes:
+        row = {"work": f"kda step {batch}x1x{heads}", "floor_us": 2 * batch * heads * 4 * 128 * 128 / rate * 1e6}
+        yield _attempt(row, lambda size=(batch, heads): _step(*size))
+
+
+def _step(batch: int, heads: int) -> Row:
+    given = inputs("kda", batch, 1, heads)
+    state = torch.randn(batch, heads, 128, 128, device=DEVICE)
+
+    def work() -> None:
+        call("kda", given, state=state, backend="triton")
+
+    with torch.no_grad():
+        alone = milliseconds(work) * 1e3
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                work()
+        return {"us": alone, "graph_us": milliseconds(graph.replay) * 100}
+
+
 def sweep(
     kernel: str, op: str, size: tuple[int, int, int], options: list[dict[str, int]], dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[Row]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector
+from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector, solve
 from palimpsest.ops.triton.scan import scan
 from palimpsest.ops.triton.step import step
 
@@ -143,8 +143,11 @@ def prepare(given: Inputs) -> Prepared:
     """Every chunk's part that needs no state."""
     q, k, g, beta = given.q, given.k, given.g, given.beta
     heads, slots, padded = given.v.shape[2], given.slots, given.padded
-    squares = [q.new_empty(slots, heads, CHUNK, CHUNK, dtype=given.dtype) for _ in range(2 if given.erase else 1)]
-    reads, solve = squares[0], squares[-1] if given.erase else None
+    reads = q.new_empty(slots, heads, CHUNK, CHUNK, dtype=given.dtype)
+    # Unit keys overlap by at most one: half precision is enough for them.
+    small = given.half and given.norm
+    overlaps = torch.empty_like(reads, dtype=torch.float16 if small else torch.float32) if given.erase else None
+    solved = None if overlaps is None else overlaps.view(given.dtype) if small or not given.half else torch.empty_like(reads)
     tail = (given.table()[0],)
     numbers = (q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), _stride(beta), given.scale)
     grid = (heads, slots)
@@ -153,17 +156,20 @@ def prepare(given: Inputs) -> Prepared:
         keep = q.new_empty(slots, heads, padded, dtype=torch.float32)
         rows = q.new_empty(slots, heads, CHUNK, dtype=torch.float32)
         prepare_vector[grid](
-            q, k, g, beta, given.a_log, given.bias, *tail, *decayed, keep, reads, solve, rows, *numbers, given.bound or 0.0,
+            q, k, g, beta, given.a_log, given.bias, *tail, *decayed, keep, reads, overlaps, rows, *numbers, given.bound or 0.0,
             **given.sizes(), **given.form(), **config(given, "prepare"),
         )  # fmt: skip
-        return Prepared(*decayed, keep, reads, solve, rows)
+        solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=CHUNK, HALF=small, **config(given, "solve"))
+        return Prepared(*decayed, keep, reads, solved, rows)
     keep = q.new_empty(slots, heads, dtype=torch.float32)
     rows = q.new_empty(slots, heads, 4, CHUNK, dtype=torch.float32)
     prepare_scalar[grid](
-        q, k, g, beta, given.a_log, given.bias, *tail, keep, reads, solve, rows, *numbers,
+        q, k, g, beta, given.a_log, given.bias, *tail, keep, reads, overlaps, rows, *numbers,
         **given.sizes(), **given.form(), ERASE=given.erase, **config(given, "prepare"),
     )  # fmt: skip
-    return Prepared(None, None, None, keep, reads, solve, rows)
+    if given.erase:
+        solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=4 * CHUNK, HALF=small, **config(given, "solve"))
+    return Prepared(None, None, None, keep, reads, solved, rows)
 
 
 def results(given: Inputs) -> tuple[Tensor, Tensor]:
@@ -209,7 +215,9 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     """Tile widths, warps and pipeline depth of a kernel; the length of a sequence has no part in it."""
     wide = given.padded > 128
     if kernel == "prepare":
-        return {"BK": min(32 if wide or not given.half else 64, given.padded), "num_warps": 8, "num_stages": 1}
+        return {"BK": min(64 if given.half else 32, given.padded), "num_warps": 4, "num_stages": 1}
+    if kernel == "solve":
+        return {"num_warps": 4, "num_stages": 1}
     value_dim = triton.next_power_of_2(given.v.shape[3])
     if kernel == "step":
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}

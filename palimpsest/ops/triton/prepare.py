@@ -1,4 +1,4 @@
-"""What every chunk contributes, before any state is known: all chunks of all heads in parallel.
+"""What every chunk contributes, before any state is known: all chunks of all heads in parallel, then their solves.
 
 With G the running sum of log decay inside a chunk, q and k normalised and q scaled, for rows i and j of a chunk
 
@@ -36,59 +36,89 @@ TILE = tl.constexpr(16)
 
 
 @triton.jit
-def rsqrt_of_squares(x, offsets, live, K: tl.constexpr, BK: tl.constexpr):
-    """1 / sqrt(sum x^2 + 1e-6) of the rows at `offsets`."""
+def rsqrt_of_squares(x, stride, live, K: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(sum x^2 + 1e-6) of 64 rows at a distance of `stride`."""
     c = tl.arange(0, BK)
+    i = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.float32)
     for block in tl.static_range((K + BK - 1) // BK):
         mask = live[:, None] & (block * BK + c < K)[None, :]
-        part = tl.load(x + offsets[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0).to(tl.float32)
+        part = tl.load(x + i[:, None] * stride + (block * BK + c)[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(part * part, 1)
     return tl.rsqrt(total + 1e-6)
 
 
 @triton.jit
-def block_solve(a, beta, DT: tl.constexpr):
-    """Z [64,64] from A, whose upper part is zero."""
-    PRECISION: tl.constexpr = "tf32x3" if DT == tl.float32 else "tf32"
+def solve(a, z, beta, COLUMNS: tl.constexpr, HALF: tl.constexpr):
+    """Z [slots,HV,64,64] from A, whose upper part is zero; z may be the memory of a. beta at a distance of COLUMNS.
+
+    HALF: keys have unit length, so that no number exceeds 2, and half precision holds 11 bits of each.
+    """
+    place = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
-    z = tl.where(corner(row, column, 0), a, 0.0)
+    square = row * CHUNK + column
+    full = tl.load(a + place * CHUNK * CHUNK + square).to(tl.float32)
+    strength = tl.load(beta + place * COLUMNS + i)
+    found = tl.where(corner(row, column, 0), full, 0.0)
     for level in range(1, 6):
-        b = tl.where(corner(row, column, level), a, 0.0)
-        w = b - tl.dot(z, b * beta[:, None], input_precision=PRECISION)
-        z += w - tl.dot(w * beta[None, :], z, input_precision=PRECISION)
-    return z
+        b = tl.where(corner(row, column, level), full, 0.0)
+        if HALF:
+            narrow = found.to(tl.float16)
+            w = b - tl.dot(narrow, (b * strength[:, None]).to(tl.float16))
+            found += w - tl.dot((w * strength[None, :]).to(tl.float16), narrow)
+        else:
+            w = b - tl.dot(found, b * strength[:, None], input_precision="tf32x3")
+            found += w - tl.dot(w * strength[None, :], found, input_precision="tf32x3")
+    tl.store(z + place * CHUNK * CHUNK + square, found.to(z.dtype.element_ty))
 
 
 @triton.jit
-def scores(p, a, q, k, g, DT: tl.constexpr):
-    """Adds these channels to P and A: q, k, g [64,BK]."""
+def spread(x, BK: tl.constexpr):
+    """One row per block of 16, [4,BK], to all rows of the chunk, [64,BK]."""
+    return tl.reshape(tl.broadcast_to(x[:, None, :], [CHUNK // TILE, TILE, BK]), [CHUNK, BK])
+
+
+@triton.jit
+def decays(p, a, q, k, g, BK: tl.constexpr, DT: tl.constexpr):
+    """Everything that decays inside blocks of 16 rows: adds the diagonal blocks of these channels to P and A.
+
+    Returns them with e^(sum of g from the block's first row to this one), e^(sum after this row to the block's last), and
+    the sums of g over whole blocks [4,BK].
+    """
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
+    same = row // TILE == column // TILE
+    blocks = tl.reshape(g, [CHUNK // TILE, TILE, BK])
+    inner = tl.arange(0, TILE)[None, :, None]
+    whole = tl.sum(blocks, 1)
+    half = tl.sum(tl.where(inner <= TILE // 2, blocks, 0.0), 1)
+    rest = tl.sum(tl.where(inner > TILE // 2, blocks, 0.0), 1)
     offset = sums(from_middle(row, column, TILE), g, DT)
-    safe = tl.max(tl.abs(offset)) <= SAFE
-    if safe:
-        columns = tl.trans((k * tl.exp2(-offset)).to(DT))
-        up = tl.exp2(offset)
-        same = row // TILE == column // TILE
+    if tl.max(tl.abs(offset)) <= SAFE:
+        up, down = tl.exp2(offset), tl.exp2(-offset)
+        columns = tl.trans((k * down).to(DT))
         p += tl.where(same & (row >= column), dot(q * up, columns, DT), 0.0)
         a += tl.where(same & (row > column), dot(k * up, columns, DT), 0.0)
+        down_to = up * spread(tl.exp2(half), BK)
+        up_from = down * spread(tl.exp2(rest), BK)
     else:
         p += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
-    for level in range(tl.where(safe, 4, 0), 6):
-        weight = tl.exp2(sums(toward(row, column, level), g, DT))
-        lower = (k * weight).to(DT)
-        columns = tl.trans(lower)
-        inside = corner(row, column, level)
-        p += tl.where(inside, dot(q * weight, columns, DT), 0.0)
-        a += tl.where(inside, dot(lower, columns, DT), 0.0)
-    return p, a
+        for level in range(4):
+            weight = tl.exp2(sums(toward(row, column, level), g, DT))
+            lower = (k * weight).to(DT)
+            columns = tl.trans(lower)
+            inside = corner(row, column, level)
+            p += tl.where(inside, dot(q * weight, columns, DT), 0.0)
+            a += tl.where(inside, dot(lower, columns, DT), 0.0)
+        down_to = tl.exp2(sums(ones(same & (row >= column)), g, DT))
+        up_from = tl.exp2(sums(ones(same & (row < column)), g, DT))
+    return p, a, down_to, up_from, whole
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def prepare_vector(
-    q, k, g, beta, a_log, bias, bounds, q_down, k_down, k_up, keep, reads, solve, rows,
+    q, k, g, beta, a_log, bias, bounds, q_down, k_down, k_up, keep, reads, overlaps, rows,
     tokens, chunks, stride_q, stride_k, stride_g, stride_beta, scale, lower_bound,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
@@ -100,17 +130,23 @@ def prepare_vector(
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
     live = i < count
-    token = start + i
     key_head = head // (VALUE_HEADS // HEADS)
-    at_q, at_k = token * stride_q + key_head * K, token * stride_k + key_head * K
+    # One 64-bit address per tensor; what is added to it inside a chunk fits 32 bits.
+    q += start * stride_q + key_head * K
+    k += start * stride_k + key_head * K
+    reads += place * CHUNK * CHUNK
     r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
     if NORM:
-        r_q, r_k = rsqrt_of_squares(q, at_q, live, K, BK), rsqrt_of_squares(k, at_k, live, K, BK)
+        r_q, r_k = rsqrt_of_squares(q, stride_q, live, K, BK), rsqrt_of_squares(k, stride_k, live, K, BK)
     r_q *= scale
-    strength = tl.load(beta + token * stride_beta + head, mask=live, other=0.0).to(tl.float32)
+    strength = tl.load(beta + start * stride_beta + head + i * stride_beta, mask=live, other=0.0).to(tl.float32)
     if LOGIT:
         strength = tl.where(live, tl.sigmoid(strength), 0.0)
     tl.store(rows + place * CHUNK + i, strength)
+    g += start * stride_g + head * K
+    q_down += place * CHUNK * KP
+    k_down += place * CHUNK * KP
+    k_up += place * CHUNK * KP
     rate = 1.0
     if GATE > 1:
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
@@ -118,28 +154,45 @@ def prepare_vector(
     for block in range(KP // BK):
         c = block * BK + tl.arange(0, BK)
         mask = live[:, None] & (c < K)[None, :]
-        x_k = tl.load(k + at_k[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
-        x_q = tl.load(q + at_q[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_q[:, None]
-        raw = tl.load(g + (token * stride_g + head * K)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        x_k = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
+        x_q = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_q[:, None]
+        raw = tl.load(g + row * stride_g + c[None, :], mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
-        out = (place * CHUNK + i)[:, None] * KP + c[None, :]
-        whole = sums(ones(row >= column), decay, DT)
+        out = row * KP + c[None, :]
         tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
-        down = tl.exp2(whole)
-        tl.store(q_down + out, (x_q * down).to(DT))
-        tl.store(k_down + out, (x_k * down).to(DT))
-        tl.store(k_up + out, (x_k * tl.exp2(sums(ones(row < column), decay, DT))).to(DT))
-        p, a = scores(p, a, x_q, x_k, decay, DT)
-    square = (place * CHUNK + i)[:, None] * CHUNK + column
+        p, a, down_to, up_from, whole = decays(p, a, x_q, x_k, decay, BK, DT)
+        # Blocks of 16 by their place in the chunk: what lies before, after, and between a block and the middle of the chunk.
+        one, other = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
+        whole = tl.broadcast_to(whole[None, :, :], [4, 4, BK])
+        before = spread(tl.exp2(tl.sum(tl.where(other < one, whole, 0.0), 1)), BK)
+        after = spread(tl.exp2(tl.sum(tl.where(other > one, whole, 0.0), 1)), BK)
+        between = ((one == 0) & (other == 1)) | ((one == 3) & (other == 2))
+        between = spread(tl.exp2(tl.sum(tl.where(between, whole, 0.0), 1)), BK)
+        tl.store(q_down + out, (x_q * down_to * before).to(DT))
+        tl.store(k_down + out, (x_k * down_to * before).to(DT))
+        tl.store(k_up + out, (x_k * up_from * after).to(DT))
+        weight = tl.where(row % (2 * TILE) >= TILE, down_to, up_from)
+        lower = (x_k * weight).to(DT)
+        columns = tl.trans(lower)
+        inside = corner(row, column, 4)
+        p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
+        a += tl.where(inside, dot(lower, columns, DT), 0.0)
+        weight = tl.where(row >= 2 * TILE, down_to, up_from) * between
+        lower = (x_k * weight).to(DT)
+        columns = tl.trans(lower)
+        inside = corner(row, column, 5)
+        p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
+        a += tl.where(inside, dot(lower, columns, DT), 0.0)
+    square = row * CHUNK + column
     tl.store(reads + square, p.to(DT))
-    tl.store(solve + square, block_solve(a, strength, DT).to(DT))
+    tl.store(overlaps + place * CHUNK * CHUNK + square, a.to(overlaps.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def prepare_scalar(
-    q, k, g, beta, a_log, bias, bounds, keep, reads, solve, rows,
+    q, k, g, beta, a_log, bias, bounds, keep, reads, overlaps, rows,
     tokens, chunks, stride_q, stride_k, stride_g, stride_beta, scale,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, ERASE: tl.constexpr,
@@ -153,16 +206,18 @@ def prepare_scalar(
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
     live = i < count
-    token = start + i
     key_head = head // (VALUE_HEADS // HEADS)
-    at_q, at_k = token * stride_q + key_head * K, token * stride_k + key_head * K
+    # One 64-bit address per tensor; what is added to it inside a chunk fits 32 bits.
+    q += start * stride_q + key_head * K
+    k += start * stride_k + key_head * K
+    reads += place * CHUNK * CHUNK
     c = tl.arange(0, BK)
     p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     square_q, square_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
     for block in range(KP // BK):
         mask = live[:, None] & (block * BK + c < K)[None, :]
-        x_k = tl.load(k + at_k[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0)
-        x_q = tl.load(q + at_q[:, None] + (block * BK + c)[None, :], mask=mask, other=0.0)
+        x_k = tl.load(k + row * stride_k + (block * BK + c)[None, :], mask=mask, other=0.0)
+        x_q = tl.load(q + row * stride_q + (block * BK + c)[None, :], mask=mask, other=0.0)
         if NORM:
             wide_q, wide_k = x_q.to(tl.float32), x_k.to(tl.float32)
             square_q += tl.sum(wide_q * wide_q, 1)
@@ -179,7 +234,7 @@ def prepare_scalar(
     a = a * r_k[:, None] * r_k[None, :]
     down, up = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
     if GATE > 0:
-        raw = tl.load(g + token * stride_g + head, mask=live, other=0.0).to(tl.float32)
+        raw = tl.load(g + start * stride_g + head + i * stride_g, mask=live, other=0.0).to(tl.float32)
         rate = 1.0
         if GATE > 1:
             rate = tl.exp(tl.load(a_log + head).to(tl.float32))
@@ -193,14 +248,14 @@ def prepare_scalar(
         up = tl.exp2(tl.sum(tl.where(row < column, decay[None, :], 0.0), 1))
         tl.store(keep + place, tl.exp2(tl.sum(decay, 0)))
     out = rows + place * 4 * CHUNK + i
-    square = (place * CHUNK + i)[:, None] * CHUNK + column
+    square = row * CHUNK + column
     tl.store(reads + square, tl.where(row >= column, p, 0.0).to(DT))
     tl.store(out + CHUNK, r_q * down)
     tl.store(out + 3 * CHUNK, r_k * up)
     if ERASE:
-        strength = tl.load(beta + token * stride_beta + head, mask=live, other=0.0).to(tl.float32)
+        strength = tl.load(beta + start * stride_beta + head + i * stride_beta, mask=live, other=0.0).to(tl.float32)
         if LOGIT:
             strength = tl.where(live, tl.sigmoid(strength), 0.0)
         tl.store(out, strength)
         tl.store(out + 2 * CHUNK, r_k * down)
-        tl.store(solve + square, block_solve(tl.where(row > column, a, 0.0), strength, DT).to(DT))
+        tl.store(overlaps + place * CHUNK * CHUNK + square, tl.where(row > column, a, 0.0).to(overlaps.dtype.element_ty))

@@ -17,7 +17,7 @@ from palimpsest.ops.triton.gates import CHUNK, chunk_of, dot, dot_add
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def scan(
-    q, k, k_up, keep, reads, solve, rows, v, o, initial, final, entering, updates, bounds, firsts,
+    q, k, k_up, keep, reads, solved, rows, v, o, initial, final, entering, updates, bounds, firsts,
     tokens, chunks, stride_q, stride_k, stride_v,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     VECTOR: tl.constexpr, GATED: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
@@ -32,61 +32,65 @@ def scan(
     i, c, n = tl.arange(0, CHUNK), tl.arange(0, KP), at_v * BV + tl.arange(0, BV)
     key_head = head // (VALUE_HEADS // HEADS)
     inside = (c < K)[:, None] & (n < V)[None, :]
-    cell = ((sequence.to(tl.int64) * VALUE_HEADS + head) * K + c)[:, None] * V + n[None, :]
+    whole = (sequence.to(tl.int64) * VALUE_HEADS + head) * K * V
+    cell = c[:, None] * V + n[None, :]
     state = tl.zeros([KP, BV], tl.float32)
     if INITIAL:
-        state = tl.load(initial + cell, mask=inside, other=0.0).to(tl.float32)
+        state = tl.load(initial + whole + cell, mask=inside, other=0.0).to(tl.float32)
     if PACKED:
         first = tl.load(firsts + sequence)
         last = tl.load(firsts + sequence + 1)
     else:
         first = sequence * chunks
         last = first + chunks
+    square = i[:, None] * CHUNK + i[None, :]
+    tile = i[:, None] * KP + c[None, :]
     for step in range(last - first):
         slot = first + step
         start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
         place = slot.to(tl.int64) * VALUE_HEADS + head
-        live = i < count
-        token = start + i
-        square = (place * CHUNK + i)[:, None] * CHUNK + i[None, :]
-        tile = (place * CHUNK + i)[:, None] * KP + c[None, :]
-        seen = live[:, None] & (n < V)[None, :]
-        if KEEP:
-            kept = (place * K + c)[:, None] * V + n[None, :]
-            tl.store(entering + kept, state.to(entering.dtype.element_ty), mask=inside)
-        memory = state.to(DT)
-        x = tl.load(v + (token * stride_v + head * V)[:, None] + n[None, :], mask=seen, other=0.0)
+        live = (i < count)[:, None]
+        seen = live & (n < V)[None, :]
+        # Asked for before it is needed: nothing else is in flight when the state is moved on.
         if VECTOR:
-            b_q = tl.load(q + tile)
+            rest = tl.load(keep + place * KP + c)
+        elif GATED:
+            rest = tl.load(keep + place)
+        if KEEP:
+            tl.store(entering + place * K * V + cell, state.to(entering.dtype.element_ty), mask=inside)
+        memory = state.to(DT)
+        x = tl.load(v + (start * stride_v + head * V) + (i[:, None] * stride_v + n[None, :]), mask=seen, other=0.0)
+        if VECTOR:
+            b_q = tl.load(q + place * CHUNK * KP + tile)
         else:
-            some = live[:, None] & (c < K)[None, :]
-            b_q = tl.load(q + (token * stride_q + key_head * K)[:, None] + c[None, :], mask=some, other=0.0)
-            b_k = tl.load(k + (token * stride_k + key_head * K)[:, None] + c[None, :], mask=some, other=0.0)
+            some = live & (c < K)[None, :]
+            b_q = tl.load(q + (start * stride_q + key_head * K) + (i[:, None] * stride_q + c[None, :]), mask=some, other=0.0)
+            b_k = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
             factors = rows + place * 4 * CHUNK + i
         if ERASE:
             if VECTOR:
                 beta = tl.load(rows + place * CHUNK + i)
-                missing = x.to(tl.float32) - dot(tl.load(k + tile), memory, DT)
+                missing = x.to(tl.float32) - dot(tl.load(k + place * CHUNK * KP + tile), memory, DT)
             else:
                 beta = tl.load(factors)
                 missing = x.to(tl.float32) - tl.load(factors + 2 * CHUNK)[:, None] * dot(b_k, memory, DT)
-            u = missing - dot(tl.load(solve + square), beta[:, None] * missing, DT)
+            u = missing - dot(tl.load(solved + place * CHUNK * CHUNK + square), beta[:, None] * missing, DT)
             if KEEP:
-                written = (place * CHUNK + i)[:, None] * V + n[None, :]
-                tl.store(updates + written, u.to(updates.dtype.element_ty), mask=(n < V)[None, :])
+                written = updates + place * CHUNK * V + (i[:, None] * V + n[None, :])
+                tl.store(written, u.to(updates.dtype.element_ty), mask=(n < V)[None, :])
             update = beta[:, None] * u
         else:
             update = x.to(tl.float32)
         read = dot(b_q, memory, DT)
         if not VECTOR:
             read = tl.load(factors + CHUNK)[:, None] * read
-        read = dot_add(tl.load(reads + square), update, read, DT)
-        tl.store(o + (token * VALUE_HEADS + head)[:, None] * V + n[None, :], read.to(o.dtype.element_ty), mask=seen)
+        read = dot_add(tl.load(reads + place * CHUNK * CHUNK + square), update, read, DT)
+        out = o + (start * VALUE_HEADS + head) * V + (i[:, None] * (VALUE_HEADS * V) + n[None, :])
+        tl.store(out, read.to(o.dtype.element_ty), mask=seen)
         if VECTOR:
-            state *= tl.load(keep + place * KP + c)[:, None]
-            state = dot_add(tl.trans(tl.load(k_up + tile)), update, state, DT)
+            state = dot_add(tl.trans(tl.load(k_up + place * CHUNK * KP + tile)), update, state * rest[:, None], DT)
         else:
             if GATED:
-                state *= tl.load(keep + place)
+                state *= rest
             state = dot_add(tl.trans(b_k), tl.load(factors + 3 * CHUNK)[:, None] * update, state, DT)
-    tl.store(final + cell, state, mask=inside & (last > first))
+    tl.store(final + whole + cell, state, mask=inside & (last > first))
