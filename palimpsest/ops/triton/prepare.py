@@ -80,40 +80,51 @@ def spread(x, BK: tl.constexpr):
 
 
 @triton.jit
-def decays(p, a, q, k, g, BK: tl.constexpr, DT: tl.constexpr):
-    """Everything that decays inside blocks of 16 rows: adds the diagonal blocks of these channels to P and A.
+def add_corner(p, a, q, k, level, DT: tl.constexpr):
+    """Adds <q_i, k_j> and <k_i, k_j> to P and A where row i is in the second, column j in the first half of one block."""
+    i = tl.arange(0, CHUNK)
+    inside = corner(i[:, None], i[None, :], level)
+    columns = tl.trans(k.to(DT))
+    p += tl.where(inside, dot(q, columns, DT), 0.0)
+    a += tl.where(inside, dot(k, columns, DT), 0.0)
+    return p, a
 
-    Returns them with e^(sum of g from the block's first row to this one), e^(sum after this row to the block's last), and
-    the sums of g over whole blocks [4,BK].
-    """
+
+@triton.jit
+def within(g, BK: tl.constexpr, DT: tl.constexpr):
+    """Decay inside blocks of 16 rows, g [64,BK]: whether no span overflows; e^+-(sum of g from the block's middle row to this
+    one), of use only then; e^(sum from the block's first row to this one); e^(sum after this row to the block's last)."""
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
-    same = row // TILE == column // TILE
     blocks = tl.reshape(g, [CHUNK // TILE, TILE, BK])
     inner = tl.arange(0, TILE)[None, :, None]
-    whole = tl.sum(blocks, 1)
     half = tl.sum(tl.where(inner <= TILE // 2, blocks, 0.0), 1)
     rest = tl.sum(tl.where(inner > TILE // 2, blocks, 0.0), 1)
     offset = sums(from_middle(row, column, TILE), g, DT)
-    if tl.max(tl.abs(offset)) <= SAFE:
+    safe = tl.max(tl.abs(offset)) <= SAFE
+    if safe:
         up, down = tl.exp2(offset), tl.exp2(-offset)
-        columns = tl.trans((k * down).to(DT))
-        p += tl.where(same & (row >= column), dot(q * up, columns, DT), 0.0)
-        a += tl.where(same & (row > column), dot(k * up, columns, DT), 0.0)
         down_to = up * spread(tl.exp2(half), BK)
         up_from = down * spread(tl.exp2(rest), BK)
     else:
-        p += tl.where(row == column, tl.sum(q * k, 1)[:, None], 0.0)
-        for level in range(4):
-            weight = tl.exp2(sums(toward(row, column, level), g, DT))
-            lower = (k * weight).to(DT)
-            columns = tl.trans(lower)
-            inside = corner(row, column, level)
-            p += tl.where(inside, dot(q * weight, columns, DT), 0.0)
-            a += tl.where(inside, dot(lower, columns, DT), 0.0)
+        same = row // TILE == column // TILE
         down_to = tl.exp2(sums(ones(same & (row >= column)), g, DT))
         up_from = tl.exp2(sums(ones(same & (row < column)), g, DT))
-    return p, a, down_to, up_from, whole
+        up, down = down_to, up_from
+    return safe, up, down, down_to, up_from
+
+
+@triton.jit
+def across(g, BK: tl.constexpr):
+    """Decay over whole blocks of 16 rows, as factors of every row: before its block, after it, and between it and the middle
+    of the chunk."""
+    whole = tl.sum(tl.reshape(g, [CHUNK // TILE, TILE, BK]), 1)
+    one, other = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
+    whole = tl.broadcast_to(whole[None, :, :], [4, 4, BK])
+    before = spread(tl.exp2(tl.sum(tl.where(other < one, whole, 0.0), 1)), BK)
+    after = spread(tl.exp2(tl.sum(tl.where(other > one, whole, 0.0), 1)), BK)
+    between = ((one == 0) & (other == 1)) | ((one == 3) & (other == 2))
+    return before, after, spread(tl.exp2(tl.sum(tl.where(between, whole, 0.0), 1)), BK)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -162,29 +173,25 @@ def prepare_vector(
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
         out = row * KP + c[None, :]
         tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
-        p, a, down_to, up_from, whole = decays(p, a, x_q, x_k, decay, BK, DT)
-        # Blocks of 16 by their place in the chunk: what lies before, after, and between a block and the middle of the chunk.
-        one, other = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
-        whole = tl.broadcast_to(whole[None, :, :], [4, 4, BK])
-        before = spread(tl.exp2(tl.sum(tl.where(other < one, whole, 0.0), 1)), BK)
-        after = spread(tl.exp2(tl.sum(tl.where(other > one, whole, 0.0), 1)), BK)
-        between = ((one == 0) & (other == 1)) | ((one == 3) & (other == 2))
-        between = spread(tl.exp2(tl.sum(tl.where(between, whole, 0.0), 1)), BK)
+        safe, up, down, down_to, up_from = within(decay, BK, DT)
+        before, after, between = across(decay, BK)
         tl.store(q_down + out, (x_q * down_to * before).to(DT))
         tl.store(k_down + out, (x_k * down_to * before).to(DT))
         tl.store(k_up + out, (x_k * up_from * after).to(DT))
+        if safe:
+            columns = tl.trans((x_k * down).to(DT))
+            same = row // TILE == column // TILE
+            p += tl.where(same & (row >= column), dot(x_q * up, columns, DT), 0.0)
+            a += tl.where(same & (row > column), dot(x_k * up, columns, DT), 0.0)
+        else:
+            p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
+            for level in range(4):
+                weight = tl.exp2(sums(toward(row, column, level), decay, DT))
+                p, a = add_corner(p, a, x_q * weight, x_k * weight, level, DT)
         weight = tl.where(row % (2 * TILE) >= TILE, down_to, up_from)
-        lower = (x_k * weight).to(DT)
-        columns = tl.trans(lower)
-        inside = corner(row, column, 4)
-        p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
-        a += tl.where(inside, dot(lower, columns, DT), 0.0)
+        p, a = add_corner(p, a, x_q * weight, x_k * weight, 4, DT)
         weight = tl.where(row >= 2 * TILE, down_to, up_from) * between
-        lower = (x_k * weight).to(DT)
-        columns = tl.trans(lower)
-        inside = corner(row, column, 5)
-        p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
-        a += tl.where(inside, dot(lower, columns, DT), 0.0)
+        p, a = add_corner(p, a, x_q * weight, x_k * weight, 5, DT)
     square = row * CHUNK + column
     tl.store(reads + square, p.to(DT))
     tl.store(overlaps + place * CHUNK * CHUNK + square, a.to(overlaps.dtype.element_ty))
