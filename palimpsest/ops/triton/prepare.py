@@ -92,8 +92,9 @@ def add_corner(p, a, q, k, level, DT: tl.constexpr):
 
 @triton.jit
 def within(g, BK: tl.constexpr, DT: tl.constexpr):
-    """Decay inside blocks of 16 rows, g [64,BK]: whether no span overflows; e^+-(sum of g from the block's middle row to this
-    one), of use only then; e^(sum from the block's first row to this one); e^(sum after this row to the block's last)."""
+    """Decay inside blocks of 16 rows, g [64,BK]: whether it is safe to split it at the middle row. Then e^+-(sum of g from the
+    middle row to this one), and as sums [4,BK] of every block what turns them into the factors of the other case: e^(sum from
+    the block's first row to this one), e^(sum after this row to the block's last)."""
     i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
     blocks = tl.reshape(g, [CHUNK // TILE, TILE, BK])
@@ -104,14 +105,11 @@ def within(g, BK: tl.constexpr, DT: tl.constexpr):
     safe = tl.max(tl.abs(offset)) <= SAFE
     if safe:
         up, down = tl.exp2(offset), tl.exp2(-offset)
-        down_to = up * spread(tl.exp2(half), BK)
-        up_from = down * spread(tl.exp2(rest), BK)
     else:
         same = row // TILE == column // TILE
-        down_to = tl.exp2(sums(ones(same & (row >= column)), g, DT))
-        up_from = tl.exp2(sums(ones(same & (row < column)), g, DT))
-        up, down = down_to, up_from
-    return safe, up, down, down_to, up_from
+        up = tl.exp2(sums(ones(same & (row >= column)), g, DT))
+        down = tl.exp2(sums(ones(same & (row < column)), g, DT))
+    return safe, up, down, half, rest
 
 
 @triton.jit
@@ -173,24 +171,26 @@ def prepare_vector(
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
         out = row * KP + c[None, :]
         tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
-        safe, up, down, down_to, up_from = within(decay, BK, DT)
-        before, after, between = across(decay, BK)
-        tl.store(q_down + out, (x_q * down_to * before).to(DT))
-        tl.store(k_down + out, (x_k * down_to * before).to(DT))
-        tl.store(k_up + out, (x_k * up_from * after).to(DT))
+        safe, up, down, half, rest = within(decay, BK, DT)
         if safe:
             columns = tl.trans((x_k * down).to(DT))
             same = row // TILE == column // TILE
             p += tl.where(same & (row >= column), dot(x_q * up, columns, DT), 0.0)
             a += tl.where(same & (row > column), dot(x_k * up, columns, DT), 0.0)
+            up *= spread(tl.exp2(half), BK)
+            down *= spread(tl.exp2(rest), BK)
         else:
             p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
             for level in range(4):
                 weight = tl.exp2(sums(toward(row, column, level), decay, DT))
                 p, a = add_corner(p, a, x_q * weight, x_k * weight, level, DT)
-        weight = tl.where(row % (2 * TILE) >= TILE, down_to, up_from)
+        before, after, between = across(decay, BK)
+        tl.store(q_down + out, (x_q * up * before).to(DT))
+        tl.store(k_down + out, (x_k * up * before).to(DT))
+        tl.store(k_up + out, (x_k * down * after).to(DT))
+        weight = tl.where(row % (2 * TILE) >= TILE, up, down)
         p, a = add_corner(p, a, x_q * weight, x_k * weight, 4, DT)
-        weight = tl.where(row >= 2 * TILE, down_to, up_from) * between
+        weight = tl.where(row >= 2 * TILE, up, down) * between
         p, a = add_corner(p, a, x_q * weight, x_k * weight, 5, DT)
     square = row * CHUNK + column
     tl.store(reads + square, p.to(DT))
