@@ -7,8 +7,10 @@ bits. Nothing waits for the device. Imported only where triton is installed.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from palimpsest.ops.triton.autograd import Recurrence
 from palimpsest.ops.triton.launch import Inputs, by_token, few, prepare, results, walk
 
 __all__ = ["recurrence"]
@@ -34,8 +36,10 @@ def recurrence(
     parts = [None if x is None else by_token(x) for x in (q, k, v, g, beta)]
     whole = [None if x is None else x.contiguous() for x in (state, rate, bias)]
     documents = None if lengths is None else tuple(lengths)
-    given = Inputs(*parts, *whole, documents, scale, bound, normalise, beta_is_logit, FEW)  # type: ignore[arg-type]
-    return forward(given)
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*parts, *whole))
+    # Fields in the order of `Inputs`. Only whole chunks have a backward pass.
+    fields = (*parts, *whole, documents, scale, bound, normalise, beta_is_logit, 0 if needs_grad else FEW)
+    return Recurrence.apply(*fields) if needs_grad else forward(Inputs(*fields))  # type: ignore[return-value,arg-type]
 
 
 def forward(given: Inputs) -> tuple[Tensor, Tensor]:

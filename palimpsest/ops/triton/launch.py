@@ -192,7 +192,7 @@ def walk(
         left, right, ready.k_up, ready.keep, ready.reads, ready.solve, ready.rows, v, o, given.state, final,
         *kept, bounds, firsts, v.shape[1], given.chunks, _stride(q), _stride(k), _stride(v),
         **given.sizes(), V=value_dim, VECTOR=given.vector, GATED=given.gate > 0, ERASE=given.erase,
-        INITIAL=given.state is not None, KEEP=kept[0] is not None, **options,
+        INITIAL=given.state is not None, KEEP=kept[0] is not None, ALONE=given.few == 0, **options,
     )  # fmt: skip
 
 
@@ -221,5 +221,7 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     value_dim = triton.next_power_of_2(given.v.shape[3])
     if kernel == "step":
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
+    if kernel in ("pairs_back", "chunk_back"):
+        return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 8, "num_stages": 1}
     width = max(16, min(64 if given.half and not wide else 32, value_dim))
     return {"BV": width, "num_warps": 4 if given.half else 8, "num_stages": 2 if given.half and not wide else 1}

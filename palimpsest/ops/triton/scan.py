@@ -21,12 +21,12 @@ def scan(
     tokens, chunks, stride_q, stride_k, stride_v,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     VECTOR: tl.constexpr, GATED: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, INITIAL: tl.constexpr,
-    KEEP: tl.constexpr, DT: tl.constexpr,
+    KEEP: tl.constexpr, ALONE: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one value head, BV value channels.
 
     VECTOR: q and k are q_down and k_down [slots,HV,64,KP]; else they are the inputs, and `rows` holds their factors.
-    KEEP: also stores the state that enters each chunk, [slots,HV,K,V], and U, [slots,HV,64,V], for the backward pass.
+    ALONE: no other kernel works on the documents without chunks. KEEP: also stores the state that enters each chunk, [slots,HV,K,V], and U, [slots,HV,64,V], for the backward pass.
     """
     at_v, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, c, n = tl.arange(0, CHUNK), tl.arange(0, KP), at_v * BV + tl.arange(0, BV)
@@ -93,4 +93,4 @@ def scan(
             if GATED:
                 state *= rest
             state = dot_add(tl.trans(b_k), tl.load(factors + 3 * CHUNK)[:, None] * update, state, DT)
-    tl.store(final + whole + cell, state, mask=inside & (last > first))
+    tl.store(final + whole + cell, state, mask=inside & ((last > first) | ALONE))
