@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from palimpsest.ops.triton.gates import CHUNK, chunk_of, corner, dot, dot_add, log_decay, ones, sums, toward
+from palimpsest.ops.triton.gates import CHUNK, LN2, chunk_of, corner, dot, dot_add, log_decay, ones, sums, toward
 from palimpsest.ops.triton.prepare import TILE, across, rsqrt_of_squares, spread, within
 
 
@@ -157,9 +157,9 @@ def chunk_back(
     q, k, v, g, a_log, bias, d_o, updates, adjoint, entering, leaving, rows, d_reads, d_overlaps,
     d_q, d_k, d_g, d_bias, d_rate, bounds,
     tokens, chunks, stride_q, stride_k, stride_v, stride_g, scale, lower_bound,
-    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    GATE: tl.constexpr, VECTOR: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, COLUMNS: tl.constexpr,
-    ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, VECTOR: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    COLUMNS: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head: gradients of q, k and g, and this chunk's part of those of the gate's bias and rate.
 
@@ -168,108 +168,160 @@ def chunk_back(
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
-    i, c = tl.arange(0, CHUNK), tl.arange(0, KP)
+    i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
     live = i < count
-    mask = live[:, None] & (c < K)[None, :]
-    down_q, down_k = tl.zeros([CHUNK, KP], tl.float32), tl.zeros([CHUNK, KP], tl.float32)
-    up_k, d_keep = tl.zeros([CHUNK, KP], tl.float32), tl.zeros([KP], tl.float32)
+    key_head = head // (VALUE_HEADS // HEADS)
+    q += start * stride_q + key_head * K
+    k += start * stride_k + key_head * K
+    d_q += (start * VALUE_HEADS + head) * K
+    d_k += (start * VALUE_HEADS + head) * K
     if ERASE:
-        beta = tl.load(rows + place * COLUMNS + i)[:, None]
+        updates += place * CHUNK * V
+    adjoint += place * CHUNK * V
+    entering += place * K * V
+    leaving += place * K * V
+    d_o += (start * VALUE_HEADS + head) * V
+    v += start * stride_v + head * V
+    r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
+    if NORM:
+        r_q, r_k = rsqrt_of_squares(q, stride_q, live, K, BK), rsqrt_of_squares(k, stride_k, live, K, BK)
+    rate = 1.0
+    if GATE > 1:
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    if GATE > 0:
+        if VECTOR:
+            g += start * stride_g + head * K
+            d_g += (start * VALUE_HEADS + head) * K
+        else:
+            plain = tl.load(g + start * stride_g + head + i * stride_g, mask=live, other=0.0).to(tl.float32)
+            if BIAS:
+                plain += tl.load(bias + head).to(tl.float32)
+    square = place * CHUNK * CHUNK + (row * CHUNK + column)
+    along_q, along_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    d_plain, d_speed = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
+    for block in range(KP // BK):
+        c = block * BK + tl.arange(0, BK)
+        mask = live[:, None] & (c < K)[None, :]
+        down_q, down_k, up_k, d_keep = states_back(
+            v, d_o, updates, adjoint, entering, leaving, rows + place * COLUMNS, c, live, stride_v,
+            VALUE_HEADS, K, V, BK, BV, GATE > 0, ERASE, DT,
+        )  # fmt: skip
+        x_q = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * (r_q * scale)[:, None]
+        x_k = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
+        d_p = tl.load(d_reads + square)
+        d_a = d_p
+        if ERASE:
+            d_a = tl.load(d_overlaps + square)
+        if GATE == 0:
+            one = tl.full([CHUNK, BK], 1.0, tl.float32)
+            total_q, total_k, d_column = pull(d_p, d_a, down_q, down_k, up_k, x_q, x_k, one, one, ERASE, DT)
+            total_k += d_column
+        else:
+            if VECTOR:
+                raw = tl.load(g + row * stride_g + c[None, :], mask=mask, other=0.0).to(tl.float32)
+                if BIAS:
+                    raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+                decay = log_decay(raw, rate, lower_bound, GATE)
+            else:
+                decay = log_decay(plain, rate, lower_bound, GATE)[:, None]
+            decay = tl.where(mask, decay, 0.0)
+            total_q, total_k, d_log = through_decay(
+                d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, BK, ERASE, DT
+            )  # fmt: skip
+            if VECTOR:
+                d_raw, part = gate_back(raw, decay, d_log, rate, lower_bound, GATE)
+                tl.store(d_g + row * (VALUE_HEADS * K) + c[None, :], d_raw.to(d_g.dtype.element_ty), mask=mask)
+                if BIAS:
+                    tl.store(d_bias + place * K + c, tl.sum(tl.where(mask, d_raw, 0.0), 0), mask=c < K)
+                d_speed += tl.sum(tl.where(mask, part, 0.0), 1)
+            else:
+                d_plain += tl.sum(tl.where(mask, d_log, 0.0), 1)
+        total_q *= scale * r_q[:, None]
+        total_k *= r_k[:, None]
+        out = row * (VALUE_HEADS * K) + c[None, :]
+        tl.store(d_q + out, total_q.to(d_q.dtype.element_ty), mask=mask)
+        tl.store(d_k + out, total_k.to(d_k.dtype.element_ty), mask=mask)
+        if NORM:
+            along_q += tl.sum(total_q * x_q, 1) / scale
+            along_k += tl.sum(total_k * x_k, 1)
+    if GATE > 0:
+        if not VECTOR:
+            d_raw, d_speed = gate_back(plain, log_decay(plain, rate, lower_bound, GATE), d_plain, rate, lower_bound, GATE)
+            d_raw, d_speed = tl.where(live, d_raw, 0.0), tl.where(live, d_speed, 0.0)
+            there = d_g + start * VALUE_HEADS + head + i * VALUE_HEADS
+            tl.store(there, d_raw.to(d_g.dtype.element_ty), mask=live)
+            if BIAS:
+                tl.store(d_bias + place, tl.sum(d_raw, 0))
+        if GATE > 1:
+            tl.store(d_rate + place, tl.sum(d_speed, 0))
+    if NORM:
+        # What points along a normalised vector does nothing. The rows of all channels are summed now, and written by us.
+        tl.debug_barrier()
+        for block in range(KP // BK):
+            c = block * BK + tl.arange(0, BK)
+            mask = live[:, None] & (c < K)[None, :]
+            out = row * (VALUE_HEADS * K) + c[None, :]
+            x = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_q[:, None]
+            found = tl.load(d_q + out, mask=mask, other=0.0).to(tl.float32) - x * along_q[:, None]
+            tl.store(d_q + out, found.to(d_q.dtype.element_ty), mask=mask)
+            x = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
+            found = tl.load(d_k + out, mask=mask, other=0.0).to(tl.float32) - x * along_k[:, None]
+            tl.store(d_k + out, found.to(d_k.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def states_back(
+    v, d_o, updates, adjoint, entering, leaving, rows, c, live, stride_v,
+    VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    GATED: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of channels c of q_down, k_down and k_up [64,BK], and of exp(G_last) [BK], from the states on both sides."""
+    i = tl.arange(0, CHUNK)
+    down_q, down_k = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
+    up_k, d_keep = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([BK], tl.float32)
+    if ERASE:
+        beta = tl.load(rows + i)[:, None]
     for block in range((V + BV - 1) // BV):
         n = block * BV + tl.arange(0, BV)
         seen = live[:, None] & (n < V)[None, :]
-        held = place * CHUNK * V + (i[:, None] * V + n[None, :])
-        cell = place * K * V + (c[:, None] * V + n[None, :])
+        held = i[:, None] * V + n[None, :]
+        cell = c[:, None] * V + n[None, :]
         inside = (c < K)[:, None] & (n < V)[None, :]
-        out = (start * VALUE_HEADS + head) * V + (i[:, None] * (VALUE_HEADS * V) + n[None, :])
         before, after = tl.load(entering + cell, mask=inside, other=0.0), tl.load(leaving + cell, mask=inside, other=0.0)
-        down_q = dot_add(tl.load(d_o + out, mask=seen, other=0.0), tl.trans(before), down_q, DT)
+        d_out = tl.load(d_o + i[:, None] * (VALUE_HEADS * V) + n[None, :], mask=seen, other=0.0)
+        down_q = dot_add(d_out, tl.trans(before), down_q, DT)
         if ERASE:
             y = tl.load(adjoint + held, mask=seen, other=0.0).to(tl.float32) * beta
             down_k -= dot(y, tl.trans(before), DT)
             x = tl.load(updates + held, mask=seen, other=0.0).to(tl.float32) * beta
         else:
-            x = tl.load(v + (start * stride_v + head * V) + (i[:, None] * stride_v + n[None, :]), mask=seen, other=0.0)
+            x = tl.load(v + i[:, None] * stride_v + n[None, :], mask=seen, other=0.0).to(tl.float32)
         up_k = dot_add(x, tl.trans(after), up_k, DT)
-        if GATE > 0:
+        if GATED:
             d_keep += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-    key_head = head // (VALUE_HEADS // HEADS)
-    q += start * stride_q + key_head * K
-    k += start * stride_k + key_head * K
-    r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
-    if NORM:
-        r_q, r_k = rsqrt_of_squares(q, stride_q, live, K, KP), rsqrt_of_squares(k, stride_k, live, K, KP)
-    x_q = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * (r_q * scale)[:, None]
-    x_k = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
-    square = place * CHUNK * CHUNK + (row * CHUNK + column)
-    d_p = tl.load(d_reads + square).to(tl.float32)
-    d_a = d_p
-    if ERASE:
-        d_a = tl.load(d_overlaps + square).to(tl.float32)
-    if GATE == 0:
-        zero = tl.zeros([CHUNK, KP], tl.float32)
-        total_q, d_row, d_column = pull(d_p, d_a, down_q, down_k, up_k, x_q, x_k, zero + 1, zero + 1, ERASE, DT)
-        d_row += d_column
-    else:
-        rate = 1.0
-        if GATE > 1:
-            rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-        if VECTOR:
-            raw = tl.load(g + (start * stride_g + head * K) + (row * stride_g + c[None, :]), mask=mask, other=0.0)
-            raw = raw.to(tl.float32)
-            if BIAS:
-                raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-            decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
-        else:
-            raw = tl.load(g + (start * stride_g + head) + i * stride_g, mask=live, other=0.0).to(tl.float32)
-            if BIAS:
-                raw += tl.load(bias + head).to(tl.float32)
-            decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE)[:, None], 0.0)
-        total_q, d_row, d_column, d_log = through_decay(
-            d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, KP, ERASE, DT
-        )
-        d_row += d_column
-        # From the log decay to what the gate was given.
-        if not VECTOR:
-            d_log = tl.sum(d_log, 1)
-        d_raw = d_log
-        if GATE == 2:
-            d_raw = -rate * tl.sigmoid(raw) * d_log
-            # The gradient of the log of the rate is the log decay times its own gradient.
-            part = log_decay(raw, rate, lower_bound, GATE) * 0.6931471805599453 * d_log
-        if GATE == 3:
-            gate = tl.sigmoid(rate * raw)
-            d_raw = lower_bound * gate * (1 - gate) * rate * d_log
-            part = raw * d_raw
-        if VECTOR:
-            out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
-            tl.store(d_g + out, d_raw.to(d_g.dtype.element_ty), mask=mask)
-            if BIAS:
-                tl.store(d_bias + place * K + c, tl.sum(tl.where(mask, d_raw, 0.0), 0), mask=c < K)
-            if GATE > 1:
-                tl.store(d_rate + place, tl.sum(tl.sum(tl.where(mask, part, 0.0), 1), 0))
-        else:
-            tl.store(d_g + start * VALUE_HEADS + head + i * VALUE_HEADS, d_raw.to(d_g.dtype.element_ty), mask=live)
-            if BIAS:
-                tl.store(d_bias + place, tl.sum(tl.where(live, d_raw, 0.0), 0))
-            if GATE > 1:
-                tl.store(d_rate + place, tl.sum(tl.where(live, part, 0.0), 0))
-    total_q *= scale
-    if NORM:
-        unit = x_q / scale
-        total_q = r_q[:, None] * (total_q - unit * tl.sum(unit * total_q, 1)[:, None])
-        d_row = r_k[:, None] * (d_row - x_k * tl.sum(x_k * d_row, 1)[:, None])
-    out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
-    tl.store(d_q + out, total_q.to(d_q.dtype.element_ty), mask=mask)
-    tl.store(d_k + out, d_row.to(d_k.dtype.element_ty), mask=mask)
+    return down_q, down_k, up_k, d_keep
+
+
+@triton.jit
+def gate_back(raw, decay, d_log, rate, bound, GATE: tl.constexpr):
+    """From the gradient of the log decay to that of the gate's input, and to this element's part of that of A_log."""
+    d_raw, part = d_log, d_log
+    if GATE == 2:
+        d_raw = -rate * tl.sigmoid(raw) * d_log
+        part = decay * LN2 * d_log
+    if GATE == 3:
+        open = tl.sigmoid(rate * raw)
+        d_raw = bound * open * (1 - open) * rate * d_log
+        part = raw * d_raw
+    return d_raw, part
 
 
 @triton.jit
 def through_decay(
     d_p, d_a, down_q, down_k, up_k, d_keep, q, k, decay, KP: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
-    """Gradients of q, of k as a row (with k_down), of k as a column (with k_up), and of the log decay [64,KP].
+    """Gradients of q, of k and of the log decay, [64,KP].
 
     The gradient of an exponential's exponent is the term itself. Terms of rows up to the end of the chunk count for every row
     before them, those of k_up for every row after: two sums in two directions, as one difference would lose their digits.
@@ -313,4 +365,4 @@ def through_decay(
     flow = q * d_q + k * d_row - k * d_column
     d_log = sums(ones(row <= column), flow, DT) + sums(ones(row > column), k * rise, DT)
     d_log += (d_keep * tl.exp2(tl.sum(decay, 0)))[None, :]
-    return d_q + diagonal * k, d_row, d_column + rise + diagonal * q, d_log
+    return d_q + diagonal * k, d_row + d_column + rise + diagonal * q, d_log

@@ -221,7 +221,9 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     value_dim = triton.next_power_of_2(given.v.shape[3])
     if kernel == "step":
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
-    if kernel in ("pairs_back", "chunk_back"):
-        return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 8, "num_stages": 1}
+    if kernel == "pairs_back":
+        return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
+    if kernel == "chunk_back":
+        return {"BK": min(32, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 4, "num_stages": 1}
     width = max(16, min(64 if given.half and not wide else 32, value_dim))
     return {"BV": width, "num_warps": 4 if given.half else 8, "num_stages": 2 if given.half and not wide else 1}
