@@ -63,7 +63,7 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     del form["LOGIT"]
     chunk_back[(heads, slots)](
         q, k, v, g, given.a_log, given.bias, d_o, updates, adjoint, entering, leaving, rows, *squares,
-        d_q, d_k, d_g, d_bias, d_rate, bounds,
+        d_q, d_k, d_g, d_bias, d_rate, given.sums(), bounds,
         *numbers, _stride(q), _stride(k), _stride(v), _stride(g), given.scale, given.bound or 0.0,
         **sizes, **form, **shared, VECTOR=given.vector, **config(given, "chunk_back"),
     )  # fmt: skip

@@ -15,8 +15,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from palimpsest.ops.triton.gates import CHUNK, LN2, chunk_of, corner, dot, dot_add, log_decay, ones, sums, toward
-from palimpsest.ops.triton.prepare import TILE, across, rsqrt_of_squares, spread, within
+from palimpsest.ops.triton.gates import (
+    AFTER,
+    CHUNK,
+    FROM_MIDDLE,
+    LN2,
+    TO_HALF,
+    UP_TO,
+    chunk_of,
+    corner,
+    dot,
+    dot_add,
+    log_decay,
+    ones,
+    sums,
+    table_sums,
+    toward,
+)
+from palimpsest.ops.triton.prepare import SAFE, TILE, rsqrt_of_squares
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -155,7 +171,7 @@ def pull(d_p, d_a, d_q, d_row, d_column, q, k, up, down, ERASE: tl.constexpr, DT
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def chunk_back(
     q, k, v, g, a_log, bias, d_o, updates, adjoint, entering, leaving, rows, d_reads, d_overlaps,
-    d_q, d_k, d_g, d_bias, d_rate, bounds,
+    d_q, d_k, d_g, d_bias, d_rate, table, bounds,
     tokens, chunks, stride_q, stride_k, stride_v, stride_g, scale, lower_bound,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, VECTOR: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
@@ -227,7 +243,7 @@ def chunk_back(
                 decay = log_decay(plain, rate, lower_bound, GATE)[:, None]
             decay = tl.where(mask, decay, 0.0)
             total_q, total_k, d_log = through_decay(
-                d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, BK, ERASE, DT
+                table, d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, BK, ERASE, DT
             )  # fmt: skip
             if VECTOR:
                 d_raw, part = gate_back(raw, decay, d_log, rate, lower_bound, GATE)
@@ -319,9 +335,9 @@ def gate_back(raw, decay, d_log, rate, bound, GATE: tl.constexpr):
 
 @triton.jit
 def through_decay(
-    d_p, d_a, down_q, down_k, up_k, d_keep, q, k, decay, KP: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr
+    table, d_p, d_a, down_q, down_k, up_k, d_keep, q, k, decay, BK: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr
 ):  # fmt: skip
-    """Gradients of q, of k and of the log decay, [64,KP].
+    """Gradients of q, of k and of the log decay, [64,BK].
 
     The gradient of an exponential's exponent is the term itself. Terms of rows up to the end of the chunk count for every row
     before them, those of k_up for every row after: two sums in two directions, as one difference would lose their digits.
@@ -330,38 +346,31 @@ def through_decay(
     row, column = i[:, None], i[None, :]
     # A row's own key does not decay: it must leave no rounding noise in the gradient of the decay.
     diagonal = tl.sum(tl.where(row == column, d_p, 0.0), 1)[:, None]
-    d_p = tl.where(row > column, d_p, 0.0)
-    safe, up, down, half, rest = within(decay, KP, DT)
-    zero = tl.zeros([CHUNK, KP], tl.float32)
+    strict = tl.where(row > column, d_p, 0.0)
+    zero = tl.zeros([CHUNK, BK], tl.float32)
     d_q, d_row, d_column = zero, zero, zero
-    if safe:
-        same = row // TILE == column // TILE
+    same = row // TILE == column // TILE
+    offset = table_sums(table, FROM_MIDDLE, decay, DT)
+    if tl.max(tl.abs(offset)) <= SAFE:
         d_q, d_row, d_column = pull(
-            tl.where(same, d_p, 0.0), tl.where(same, d_a, 0.0), d_q, d_row, d_column, q, k, up, down, ERASE, DT
-        )
-        up *= spread(tl.exp2(half), KP)
-        down *= spread(tl.exp2(rest), KP)
+            tl.where(same, strict, 0.0), tl.where(same, d_a, 0.0), d_q, d_row, d_column, q, k,
+            tl.exp2(offset), tl.exp2(-offset), ERASE, DT,
+        )  # fmt: skip
     else:
-        for level in range(4):
+        for level in range(5):
             weight = tl.exp2(sums(toward(row, column, level), decay, DT))
             chosen = corner(row, column, level)
             d_q, d_row, d_column = pull(
-                tl.where(chosen, d_p, 0.0), tl.where(chosen, d_a, 0.0), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
+                tl.where(chosen, strict, 0.0), tl.where(chosen, d_a, 0.0), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
             )
-    before, after, between = across(decay, KP)
-    weight = tl.where(row % (2 * TILE) >= TILE, up, down)
-    chosen = corner(row, column, 4)
+    weight = tl.exp2(table_sums(table, TO_HALF, decay, DT))
     d_q, d_row, d_column = pull(
-        tl.where(chosen, d_p, 0.0), tl.where(chosen, d_a, 0.0), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
+        tl.where(same, 0.0, strict), tl.where(same, 0.0, d_a), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
     )
-    weight = tl.where(row >= 2 * TILE, up, down) * between
-    chosen = corner(row, column, 5)
-    d_q, d_row, d_column = pull(
-        tl.where(chosen, d_p, 0.0), tl.where(chosen, d_a, 0.0), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
-    )
-    d_q += down_q * up * before
-    d_row += down_k * up * before
-    rise = up_k * down * after
+    weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
+    d_q += down_q * weight
+    d_row += down_k * weight
+    rise = up_k * tl.exp2(table_sums(table, AFTER, decay, DT))
     flow = q * d_q + k * d_row - k * d_column
     d_log = sums(ones(row <= column), flow, DT) + sums(ones(row > column), k * rise, DT)
     d_log += (d_keep * tl.exp2(tl.sum(decay, 0)))[None, :]

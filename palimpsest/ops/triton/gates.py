@@ -99,8 +99,14 @@ def toward(i, t, level):
     return ones((i >> level == t >> level) & ((second & (t <= i)) | ((second == 0) & (t > i))))
 
 
+# Which rows of g the sums of a chunk take, as [64,64] matrices in memory: building them anew in every program costs more than
+# the product. Rows up to this one; rows after it; from the middle of its block of 32 to it, with sign; and between it and the
+# middle of the chunk.
+UP_TO, AFTER, FROM_MIDDLE, TO_HALF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
 @triton.jit
-def from_middle(i, t, WIDTH: tl.constexpr):
-    """1 for rows between the middle row of a block of WIDTH and a later i, -1 between an earlier i and it."""
-    middle = i // WIDTH * WIDTH + WIDTH // 2
-    return ones((t > middle) & (t <= i)) - ones((t > i) & (t <= middle))
+def table_sums(table, KIND: tl.constexpr, g, DT: tl.constexpr):
+    """Sums of g [64,BK] over the rows that a kind of the table names."""
+    i = tl.arange(0, CHUNK)
+    return sums(tl.load(table + KIND * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])), g, DT)

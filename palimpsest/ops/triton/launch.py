@@ -83,6 +83,10 @@ class Inputs(NamedTuple):
     def table(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (None, None, None) if self.lengths is None else _table(self.lengths, self.few, self.q.device)
 
+    def sums(self) -> Tensor:
+        """The matrices that `gates.table_sums` reads."""
+        return _sums(self.dtype, self.q.device)
+
     def sizes(self) -> dict[str, Any]:
         """Compile-time arguments that all kernels over chunks share."""
         return {
@@ -125,6 +129,17 @@ def _table(lengths: tuple[int, ...], few: int, device: torch.device) -> tuple[Te
     return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, firsts, starts))  # type: ignore[return-value]
 
 
+@functools.lru_cache(maxsize=16)
+def _sums(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[4,64,64]: kinds of sums in the order of `gates.UP_TO` and its neighbours; row i takes the rows t of g with a 1, or -1."""
+    i, t = torch.arange(CHUNK).unsqueeze(1), torch.arange(CHUNK)
+    half = CHUNK // 2
+    middle, second = i // half * half + half // 2, i >= half
+    to_half = (second & (t >= half) & (t <= i)) | (~second & (t < half) & (t > i))
+    from_middle = ((t > middle) & (t <= i)).int() - ((t > i) & (t <= middle)).int()
+    return torch.stack([(t <= i).int(), (t > i).int(), from_middle, to_half.int()]).to(device, dtype)
+
+
 def by_token(x: Tensor) -> Tensor:
     """x [B,T,...] itself if its tokens lie at one distance from each other and each is in one piece; a copy otherwise."""
     size = 1
@@ -156,7 +171,7 @@ def prepare(given: Inputs) -> Prepared:
         keep = q.new_empty(slots, heads, padded, dtype=torch.float32)
         rows = q.new_empty(slots, heads, CHUNK, dtype=torch.float32)
         prepare_vector[grid](
-            q, k, g, beta, given.a_log, given.bias, *tail, *decayed, keep, reads, overlaps, rows, *numbers, given.bound or 0.0,
+            q, k, g, beta, given.a_log, given.bias, given.sums(), *tail, *decayed, keep, reads, overlaps, rows, *numbers, given.bound or 0.0,
             **given.sizes(), **given.form(), **config(given, "prepare"),
         )  # fmt: skip
         solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=CHUNK, HALF=small, **config(given, "solve"))

@@ -11,7 +11,7 @@ read, so |Z| <= |k|^2; so is every number on the way, since blocks are joined tw
     Z of [[A1, 0], [B, A2]] = [[Z1, 0], [(I - Z2 beta2) B (I - beta1 Z1), Z2]]
 
 A vector gate splits exp(G_i - G_j) between the row and the column. Blocks below the diagonal are split at the block's edge,
-both exponents <= 0. Diagonal blocks of 16 are split at their middle row if no exponent exceeds SAFE, else again at edges.
+both exponents <= 0. Diagonal blocks of 32 are split at their middle row if no exponent exceeds SAFE, else again at edges.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ import triton
 import triton.language as tl
 
 from palimpsest.ops.triton.gates import (
+    AFTER,
     CHUNK,
+    FROM_MIDDLE,
+    TO_HALF,
+    UP_TO,
     chunk_of,
     corner,
     dot,
-    from_middle,
+    dot_add,
     log_decay,
     ones,
     sums,
+    table_sums,
     toward,
 )
 
-SAFE = tl.constexpr(60.0)  # a gate bounded by -5 spans 58 of these (base 2) on either side of the middle of 16 rows
-TILE = tl.constexpr(16)
+# Largest exponent (base 2) of a factor. A gate bounded by -5 reaches 115 from the middle of 32 rows. What overflows is only
+# the product of two large factors, above the diagonal, where it is thrown away.
+SAFE = tl.constexpr(118.0)
+TILE = tl.constexpr(32)
 
 
 @triton.jit
@@ -74,12 +81,6 @@ def solve(a, z, beta, COLUMNS: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def spread(x, BK: tl.constexpr):
-    """One row per block of 16, [4,BK], to all rows of the chunk, [64,BK]."""
-    return tl.reshape(tl.broadcast_to(x[:, None, :], [CHUNK // TILE, TILE, BK]), [CHUNK, BK])
-
-
-@triton.jit
 def add_corner(p, a, q, k, level, DT: tl.constexpr):
     """Adds <q_i, k_j> and <k_i, k_j> to P and A where row i is in the second, column j in the first half of one block."""
     i = tl.arange(0, CHUNK)
@@ -90,44 +91,9 @@ def add_corner(p, a, q, k, level, DT: tl.constexpr):
     return p, a
 
 
-@triton.jit
-def within(g, BK: tl.constexpr, DT: tl.constexpr):
-    """Decay inside blocks of 16 rows, g [64,BK]: whether it is safe to split it at the middle row. Then e^+-(sum of g from the
-    middle row to this one), and as sums [4,BK] of every block what turns them into the factors of the other case: e^(sum from
-    the block's first row to this one), e^(sum after this row to the block's last)."""
-    i = tl.arange(0, CHUNK)
-    row, column = i[:, None], i[None, :]
-    blocks = tl.reshape(g, [CHUNK // TILE, TILE, BK])
-    inner = tl.arange(0, TILE)[None, :, None]
-    half = tl.sum(tl.where(inner <= TILE // 2, blocks, 0.0), 1)
-    rest = tl.sum(tl.where(inner > TILE // 2, blocks, 0.0), 1)
-    offset = sums(from_middle(row, column, TILE), g, DT)
-    safe = tl.max(tl.abs(offset)) <= SAFE
-    if safe:
-        up, down = tl.exp2(offset), tl.exp2(-offset)
-    else:
-        same = row // TILE == column // TILE
-        up = tl.exp2(sums(ones(same & (row >= column)), g, DT))
-        down = tl.exp2(sums(ones(same & (row < column)), g, DT))
-    return safe, up, down, half, rest
-
-
-@triton.jit
-def across(g, BK: tl.constexpr):
-    """Decay over whole blocks of 16 rows, as factors of every row: before its block, after it, and between it and the middle
-    of the chunk."""
-    whole = tl.sum(tl.reshape(g, [CHUNK // TILE, TILE, BK]), 1)
-    one, other = tl.arange(0, 4)[:, None, None], tl.arange(0, 4)[None, :, None]
-    whole = tl.broadcast_to(whole[None, :, :], [4, 4, BK])
-    before = spread(tl.exp2(tl.sum(tl.where(other < one, whole, 0.0), 1)), BK)
-    after = spread(tl.exp2(tl.sum(tl.where(other > one, whole, 0.0), 1)), BK)
-    between = ((one == 0) & (other == 1)) | ((one == 3) & (other == 2))
-    return before, after, spread(tl.exp2(tl.sum(tl.where(between, whole, 0.0), 1)), BK)
-
-
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def prepare_vector(
-    q, k, g, beta, a_log, bias, bounds, q_down, k_down, k_up, keep, reads, overlaps, rows,
+    q, k, g, beta, a_log, bias, table, bounds, q_down, k_down, k_up, keep, reads, overlaps, rows,
     tokens, chunks, stride_q, stride_k, stride_g, stride_beta, scale, lower_bound,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
@@ -171,27 +137,30 @@ def prepare_vector(
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
         out = row * KP + c[None, :]
         tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
-        safe, up, down, half, rest = within(decay, BK, DT)
-        if safe:
-            columns = tl.trans((x_k * down).to(DT))
+        weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
+        tl.store(q_down + out, (x_q * weight).to(DT))
+        tl.store(k_down + out, (x_k * weight).to(DT))
+        weight = tl.exp2(table_sums(table, AFTER, decay, DT))
+        tl.store(k_up + out, (x_k * weight).to(DT))
+        # The lower left quarter: rows of the second half, columns of the first.
+        weight = tl.exp2(table_sums(table, TO_HALF, decay, DT))
+        below, lower = row >= TILE, x_k * weight
+        columns = tl.trans(tl.where(below, 0.0, lower).to(DT))
+        p = dot_add(tl.where(below, x_q * weight, 0.0), columns, p, DT)
+        a = dot_add(tl.where(below, lower, 0.0), columns, a, DT)
+        # The two blocks of 32 on the diagonal.
+        offset = table_sums(table, FROM_MIDDLE, decay, DT)
+        if tl.max(tl.abs(offset)) <= SAFE:
+            weight = tl.exp2(offset)
+            columns = tl.trans((x_k * tl.exp2(-offset)).to(DT))
             same = row // TILE == column // TILE
-            p += tl.where(same & (row >= column), dot(x_q * up, columns, DT), 0.0)
-            a += tl.where(same & (row > column), dot(x_k * up, columns, DT), 0.0)
-            up *= spread(tl.exp2(half), BK)
-            down *= spread(tl.exp2(rest), BK)
+            p += tl.where(same & (row >= column), dot(x_q * weight, columns, DT), 0.0)
+            a += tl.where(same & (row > column), dot(x_k * weight, columns, DT), 0.0)
         else:
             p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
-            for level in range(4):
+            for level in range(5):
                 weight = tl.exp2(sums(toward(row, column, level), decay, DT))
                 p, a = add_corner(p, a, x_q * weight, x_k * weight, level, DT)
-        before, after, between = across(decay, BK)
-        tl.store(q_down + out, (x_q * up * before).to(DT))
-        tl.store(k_down + out, (x_k * up * before).to(DT))
-        tl.store(k_up + out, (x_k * down * after).to(DT))
-        weight = tl.where(row % (2 * TILE) >= TILE, up, down)
-        p, a = add_corner(p, a, x_q * weight, x_k * weight, 4, DT)
-        weight = tl.where(row >= 2 * TILE, up, down) * between
-        p, a = add_corner(p, a, x_q * weight, x_k * weight, 5, DT)
     square = row * CHUNK + column
     tl.store(reads + square, p.to(DT))
     tl.store(overlaps + place * CHUNK * CHUNK + square, a.to(overlaps.dtype.element_ty))
