@@ -3,12 +3,14 @@
 Every group of rows runs in a process of its own, since a fault leaves a process without its device.
 """
 
+import concurrent.futures
 import json
 import os
 import subprocess
 import sys
 import time
 
+CHECKS = ("gradients", "company", "rho", "raw", "decay", "float32", "accuracy")
 BIG, SMALL = (1, 8192, 96), (1, 8192, 16)
 
 
@@ -18,22 +20,44 @@ def options(*names):
 
 TILES, WARPS = options("BV", "num_warps", "num_stages"), options("BK", "num_warps")
 GROUPS = {
+    "kernels": lambda b: b.kernels("kda", BIG),
+    "kernels gdn": lambda b: b.kernels("gated_delta_rule", BIG),
+    "training": lambda b: b.training((BIG, SMALL, (8, 2048, 16))),
     "forward": lambda b: b.forward((BIG, SMALL, (8, 2048, 16), (1, 65536, 16))),
-    "stages": lambda b: (
-        {"work": f"{op} {size}"} | b.stages(op, b.inputs(op, *size))
-        for op in ("kda", "gated_delta_rule")
-        for size in (BIG, SMALL)
-    ),
-    "prepare": lambda b: b.sweep("prepare", "kda", BIG, WARPS((64, 4), (32, 4), (128, 8), (32, 2), (64, 8))),
-    "solve": lambda b: b.sweep("solve", "kda", BIG, [{}, {"maxnreg": 128}, {"maxnreg": 96}, {"num_warps": 8}]),
+    **{
+        f"prepare {tile} {more}": lambda b, tile=tile, more=more: b.sweep(
+            "prepare", "kda", BIG, [option | more for option in WARPS(tile)]
+        )
+        for tile, more in (
+            ((64, 4), {}),
+            ((32, 4), {}),
+            ((32, 4), {"maxnreg": 168}),
+            ((32, 8), {}),
+            ((64, 4), {"maxnreg": 168}),
+        )
+    },
+    **{
+        f"gradients {op} {more}": lambda b, op=op, more=more: b.gradients(op, **more)
+        for op, more in (
+            ("kda", {}),
+            ("gated_delta_rule", {"value_heads": 4}),
+            ("delta_rule", {}),
+            ("linear_attention", {}),
+            ("kda", {"decay": -50.0}),
+            ("kda", {"key_dim": 64, "value_dim": 32}),
+            ("kda", {"key_dim": 256, "value_dim": 128}),
+        )
+    },
+    "company": lambda b: b.company(),
+    "rho": lambda b: b.accuracy("rho"),
+    "raw": lambda b: b.accuracy("raw"),
+    "decay": lambda b: b.accuracy("decay"),
+    "float32": lambda b: b.accuracy("float32"),
+    **{f"accuracy {note}": lambda b, note=note: b.accuracy(note) for note in ("K 256 V 96 b", "K 128 V 64 b", "K 20 V 33 b")},
     "step": lambda b: b.decode(),
-    "accuracy": lambda b: b.accuracy(),
     **{
         f"scan {size[2]} {tile}": lambda b, size=size, tile=tile: b.sweep("scan", "kda", size, TILES(tile))
-        for size, tiles in (
-            (BIG, ((64, 4, 1), (64, 4, 2), (128, 8, 2), (128, 8, 1), (64, 8, 2), (32, 4, 1))),
-            (SMALL, ((32, 4, 2), (16, 4, 2), (64, 8, 2))),
-        )
+        for size, tiles in ((BIG, ((64, 4, 2),)), (SMALL, ((32, 4, 3), (32, 2, 2), (16, 4, 3))))
         for tile in tiles
     },
 }
@@ -44,29 +68,34 @@ def group(name):
 
     from palimpsest import benchmark_gpu as b
 
-    b.report(GROUPS[name](b), lambda row: print(b.line(row)[:150], flush=True))
+    b.report(GROUPS[name](b), lambda text: print(text[:170], flush=True))
     torch.cuda.synchronize()
 
 
+def run(name, seconds):
+    command = [sys.executable, __file__, "--group", name]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=max(seconds, 1))
+        return f"--- {name}\n" + result.stdout + (result.stderr[-400:] if result.returncode else "")
+    except subprocess.TimeoutExpired as late:
+        return f"--- {name}\n" + (late.stdout or b"").decode() + "took too long\n"
+
+
 def main():
-    began, out = time.time(), os.environ.get("OUT", ".")
+    """Clocked groups one after another, with the device to themselves; then the others together."""
+    end, out = time.time() + 270, os.environ.get("OUT", ".")
     names = sys.argv[1:] or list(GROUPS)
-    waiting, lines = list(names), []
-    for name in waiting:
-        left = 280 - (time.time() - began)
-        if left < 5:
-            print("left out, no time:", name)
-            continue
-        print(f"--- {name} at {time.time() - began:.0f} s", flush=True)
-        command = [sys.executable, __file__, "--group", name]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=min(left, 90))
-            text = result.stdout + (result.stderr[-400:] if result.returncode else "")
-        except subprocess.TimeoutExpired as late:
-            text = (late.stdout or b"").decode() + "took too long\n"
-        print(text, end="", flush=True)
-        lines += text.splitlines()
-    json.dump(lines, open(f"{out}/gpu_first.json", "w"))
+    clocked = [name for name in names if not name.startswith(CHECKS)]
+    texts = []
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for name in clocked:
+            texts.append(run(name, min(60, end - 60 - time.time())))
+            print(texts[-1], end="", flush=True)
+        for text in pool.map(lambda name: run(name, end - time.time()), [name for name in names if name not in clocked]):
+            texts.append(text)
+            print(text, end="", flush=True)
+    with open(f"{out}/gpu_first.json", "w") as file:
+        json.dump(texts, file)
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ def exact(op: str, given: dict[str, Any], **options: Any) -> tuple[Tensor, Tenso
     return call(op, wide, backend="reference", **options)
 
 
-def accuracy() -> Iterator[Row]:
-    """Errors of outputs and states, relative to the float64 definition."""
+def accuracy(only: str = "") -> Iterator[Row]:
+    """Errors of outputs and states, relative to the float64 definition, of cases with `only` in their name."""
     cases: list[tuple[str, str, dict[str, Any]]] = []
     for rho in (0.0, 0.95, 1.0):
         for op in ("kda", "gated_delta_rule", "delta_rule"):
@@ -113,7 +113,12 @@ def accuracy() -> Iterator[Row]:
             note = f"K {key_dim} V {value_dim} {str(dtype)[6:]}"
             cases.append(("kda", note, {"key_dim": key_dim, "value_dim": value_dim, "dtype": dtype, "value_heads": 4}))
     for op, note, options in cases:
-        yield _attempt({"work": f"{op} {note}"}, lambda op=op, options=options: _errors(op, options))
+        if only in note:
+            yield _attempt({"work": f"{op} {note}"}, lambda op=op, options=options: _errors(op, options))
+
+
+def company() -> Iterator[Row]:
+    """Whether a sequence gives the same bits packed, in a batch, alone and again."""
     yield _attempt({"work": "kda packed, alone, twice"}, _company)
 
 
@@ -122,6 +127,25 @@ def _errors(op: str, options: dict[str, Any]) -> Row:
     o, final = call(op, given, backend="triton")
     right, last = exact(op, given)
     return {"o": relative(o, right), "state": relative(final, last)}
+
+
+def gradients(op: str, **options: Any) -> Iterator[Row]:
+    """Errors of every gradient, relative to those of the float64 definition."""
+    yield _attempt({"work": f"{op} gradients {options}"}, lambda: _gradients(op, options))
+
+
+def _gradients(op: str, options: dict[str, Any]) -> Row:
+    given = inputs(op, 1, 200, 2, **options)
+    given["state"] = torch.randn(1, given["v"].shape[2], given["q"].shape[3], given["v"].shape[3], device=DEVICE)
+    weight_o, weight_s = torch.randn_like(given["v"]), torch.randn_like(given["state"])
+    found: list[dict[str, Tensor]] = []
+    for backend in ("triton", "reference"):
+        dtype = torch.float64 if backend == "reference" else None
+        leaves = {n: x.detach().to(dtype or x.dtype).requires_grad_() for n, x in given.items() if isinstance(x, Tensor)}
+        o, final = call(op, given | leaves, backend=backend)
+        grads = torch.autograd.grad([o, final], list(leaves.values()), [weight_o.to(o.dtype), weight_s.to(final.dtype)])
+        found.append(dict(zip(leaves, grads, strict=True)))
+    return {name: relative(x, found[1][name]) for name, x in found[0].items()}
 
 
 def _company() -> Row:
@@ -203,6 +227,45 @@ def _step(batch: int, heads: int) -> Row:
             for _ in range(10):
                 work()
         return {"us": alone, "graph_us": milliseconds(graph.replay) * 100}
+
+
+def training(sizes: tuple[tuple[int, int, int], ...] = SIZES) -> Iterator[Row]:
+    """Forward and backward: milliseconds, and the most memory allocated in GiB."""
+    for op in ("kda", "gated_delta_rule"):
+        for batch, tokens, heads in sizes:
+            row = {"work": f"{op} forward and backward {batch}x{tokens}x{heads}"}
+            yield _attempt(row, lambda op=op, size=(batch, tokens, heads): _train(op, *size))
+
+
+def _train(op: str, batch: int, tokens: int, heads: int) -> Row:
+    given = inputs(op, batch, tokens, heads)
+    leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor)}
+    weight = torch.randn_like(given["v"])
+
+    def work() -> None:
+        torch.autograd.grad([call(op, given, backend="triton")[0]], list(leaves.values()), [weight])
+
+    work()
+    torch.cuda.reset_peak_memory_stats()
+    ms = milliseconds(work, 10)
+    return {"ms": ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def kernels(op: str, size: tuple[int, int, int]) -> Iterator[Row]:
+    """Milliseconds of every kernel of a forward and a backward pass."""
+    given = inputs(op, *size)
+    leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor)}
+    weight = torch.randn_like(given["v"])
+    runs = 4
+    for _ in range(2):
+        torch.autograd.grad([call(op, given, backend="triton")[0]], list(leaves.values()), [weight])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(runs):
+            torch.autograd.grad([call(op, given, backend="triton")[0]], list(leaves.values()), [weight])
+        torch.cuda.synchronize()
+    for event in sorted(seen.key_averages(), key=lambda event: -event.self_device_time_total)[:12]:
+        ms = event.self_device_time_total / 1e3 / event.count
+        yield {"work": f"{op} {size[0]}x{size[1]}x{size[2]} {event.key[:40]}", "ms": ms, "calls": event.count // runs}
 
 
 def sweep(

@@ -98,8 +98,9 @@ def scan_back(
             if not VECTOR:
                 back *= tl.load(factors + 2 * CHUNK)[:, None]
             state -= dot(tl.trans(b_k), back, DT)
-        tl.store(adjoint + place * CHUNK * V + (i[:, None] * V + n[None, :]), d_x.to(adjoint.dtype.element_ty),
-                 mask=(n < V)[None, :])
+        tl.store(
+            adjoint + place * CHUNK * V + (i[:, None] * V + n[None, :]), d_x.to(adjoint.dtype.element_ty), mask=(n < V)[None, :]
+        )
         if VECTOR:
             state = dot_add(tl.trans(b_q), d_out, state, DT)
         else:
