@@ -291,7 +291,7 @@ def stages(op: str, given: dict[str, Any], only: str | None = None) -> Row:
 
     gate = (given["A_log"], given["dt_bias"], given.get("lower_bound")) if "A_log" in given else (None, None, None)
     args = (given["q"], given["k"], given["v"], given.get("g"), given.get("beta"), None, *gate[:2], None)
-    whole = launch.Inputs(*args, given["q"].shape[3] ** -0.5, gate[2], op != "linear_attention", op != "linear_attention", 0)
+    whole = launch.Inputs(*args, given["q"].shape[3] ** -0.5, gate[2], op != "linear_attention", op != "linear_attention", 0)  # type: ignore
     found: Row = {}
     with torch.no_grad():
         ready, o, final = launch.prepare(whole), *launch.results(whole)

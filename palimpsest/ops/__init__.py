@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -202,6 +204,8 @@ def choose(
         return backend, "asked for"
     if cpu.refusal(dtype, device, key_dim) is None:
         return "cpu", "compiled, and its work is in cache whatever the length"
+    if device.type == "cuda" and _triton_refusal(dtype, device, key_dim) is None:
+        return "triton", "GPU kernels: few tokens one by one, more by chunks of 64, state on chip"
     if tokens <= 2:
         return "reference", "one or two tokens: the recurrence itself does the least work"
     return "chunked", f"matrix products by chunks on {device.type}"
@@ -356,7 +360,7 @@ def document_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} with shape {list(cu_seqlens.shape)}; it must be int32 or int64 [N+1]"
         )
-    bounds = cu_seqlens.tolist()
+    bounds = _boundaries(cu_seqlens)
     if not bounds or bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")
     if bounds[-1] != tokens:
@@ -365,3 +369,19 @@ def document_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:
     if min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens is {bounds}; it must not decrease")
     return lengths
+
+
+def _boundaries(cu_seqlens: Tensor) -> list[int]:
+    """The values of a tensor, read once for as long as it stays the same: reading waits for the device, and every layer of a
+    model gets the same boundaries."""
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # nothing to wait for; or its changes are not counted
+        return cu_seqlens.tolist()
+    global _read
+    tensor, version, values = _read
+    if tensor() is not cu_seqlens or version != cu_seqlens._version:
+        values = cu_seqlens.tolist()
+        _read = (weakref.ref(cu_seqlens), cu_seqlens._version, values)
+    return values
+
+
+_read: tuple[Callable[[], Tensor | None], int, list[int]] = (lambda: None, 0, [])

@@ -126,12 +126,13 @@ def _table(lengths: tuple[int, ...], few: int, device: torch.device) -> tuple[Te
             bounds += [(at, min(CHUNK, end - at)) for at in range(start, end, CHUNK)]
         firsts.append(len(bounds))
         starts.append(end)
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, firsts, starts))  # type: ignore[return-value]
+    tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, firsts, starts)]
+    return tables[0], tables[1], tables[2]
 
 
 @functools.lru_cache(maxsize=16)
 def _sums(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[4,64,64]: kinds of sums in the order of `gates.UP_TO` and its neighbours; row i takes the rows t of g with a 1, or -1."""
+    """[4,64,64]: kinds of sums in the order that `gates` gives them; row i takes the rows t of g that have a 1 or -1."""
     i, t = torch.arange(CHUNK).unsqueeze(1), torch.arange(CHUNK)
     half = CHUNK // 2
     middle, second = i // half * half + half // 2, i >= half
@@ -171,7 +172,8 @@ def prepare(given: Inputs) -> Prepared:
         keep = q.new_empty(slots, heads, padded, dtype=torch.float32)
         rows = q.new_empty(slots, heads, CHUNK, dtype=torch.float32)
         prepare_vector[grid](
-            q, k, g, beta, given.a_log, given.bias, given.sums(), *tail, *decayed, keep, reads, overlaps, rows, *numbers, given.bound or 0.0,
+            q, k, g, beta, given.a_log, given.bias, given.sums(), *tail, *decayed, keep, reads, overlaps, rows, *numbers,
+            given.bound or 0.0,
             **given.sizes(), **given.form(), **config(given, "prepare"),
         )  # fmt: skip
         solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=CHUNK, HALF=small, **config(given, "solve"))

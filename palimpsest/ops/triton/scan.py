@@ -26,7 +26,8 @@ def scan(
     """One sequence, one value head, BV value channels.
 
     VECTOR: q and k are q_down and k_down [slots,HV,64,KP]; else they are the inputs, and `rows` holds their factors.
-    ALONE: no other kernel works on the documents without chunks. KEEP: also stores the state that enters each chunk, [slots,HV,K,V], and U, [slots,HV,64,V], for the backward pass.
+    ALONE: no other kernel works on the documents without chunks. KEEP: also stores the state that enters each chunk
+    [slots,HV,K,V], and U [slots,HV,64,V], for the backward pass.
     """
     at_v, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i, c, n = tl.arange(0, CHUNK), tl.arange(0, KP), at_v * BV + tl.arange(0, BV)
