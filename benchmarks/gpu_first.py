@@ -57,7 +57,7 @@ GROUPS = {
     "step": lambda b: b.decode(),
     **{
         f"scan {size[2]} {tile}": lambda b, size=size, tile=tile: b.sweep("scan", "kda", size, TILES(tile))
-        for size, tiles in ((BIG, ((64, 4, 2),)), (SMALL, ((32, 4, 3), (32, 2, 2), (16, 4, 3))))
+        for size, tiles in ((BIG, ((64, 4, 1), (64, 4, 2))), (SMALL, ((32, 4, 2), (16, 4, 2), (64, 4, 1))))
         for tile in tiles
     },
 }

@@ -65,46 +65,48 @@ def scan_back(
         place = slot.to(tl.int64) * VALUE_HEADS + head
         live = (i < count)[:, None]
         seen = live & (n < V)[None, :]
-        if VECTOR:
-            rest = tl.load(keep + place * KP + c)
-        elif GATED:
-            rest = tl.load(keep + place)
-        tl.store(leaving + place * K * V + cell, state.to(leaving.dtype.element_ty), mask=inside)
-        memory = state.to(DT)
+        # As in `scan`: first everything is asked for, and products start before their neighbours are looked at.
         out = d_o + (start * VALUE_HEADS + head) * V + (i[:, None] * (VALUE_HEADS * V) + n[None, :])
         d_out = tl.load(out, mask=seen, other=0.0)
         if VECTOR:
+            rest = tl.load(keep + place * KP + c)[:, None]
+            b_up = tl.load(k_up + place * CHUNK * KP + tile)
             b_q = tl.load(q + place * CHUNK * KP + tile)
-            b_k = tl.load(k + place * CHUNK * KP + tile)
-            d_x = dot(tl.load(k_up + place * CHUNK * KP + tile), memory, DT)
         else:
             some = live & (c < K)[None, :]
             b_q = tl.load(q + (start * stride_q + key_head * K) + (i[:, None] * stride_q + c[None, :]), mask=some, other=0.0)
-            b_k = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
+            b_up = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
             factors = rows + place * 4 * CHUNK + i
-            d_x = tl.load(factors + 3 * CHUNK)[:, None] * dot(b_k, memory, DT)
-        d_x = dot_add(tl.trans(tl.load(reads + place * CHUNK * CHUNK + square)), d_out, d_x, DT)
-        if VECTOR:
-            state *= rest[:, None]
-        elif GATED:
-            state *= rest
+            read_by, write_by = tl.load(factors + CHUNK)[:, None], tl.load(factors + 3 * CHUNK)[:, None]
+            if GATED:
+                rest = tl.load(keep + place)
+        b_reads = tl.load(reads + place * CHUNK * CHUNK + square)
         if ERASE:
+            b_solved = tl.load(solved + place * CHUNK * CHUNK + square)
             if VECTOR:
                 beta = tl.load(rows + place * CHUNK + i)[:, None]
+                b_down = tl.load(k + place * CHUNK * KP + tile)
             else:
-                beta = tl.load(factors)[:, None]
-            d_x -= dot(tl.trans(tl.load(solved + place * CHUNK * CHUNK + square)), beta * d_x, DT)
-            back = beta * d_x
-            if not VECTOR:
-                back *= tl.load(factors + 2 * CHUNK)[:, None]
-            state -= dot(tl.trans(b_k), back, DT)
-        tl.store(
-            adjoint + place * CHUNK * V + (i[:, None] * V + n[None, :]), d_x.to(adjoint.dtype.element_ty), mask=(n < V)[None, :]
-        )
+                beta, down_by = tl.load(factors)[:, None], tl.load(factors + 2 * CHUNK)[:, None]
+                b_down = b_up
+        tl.store(leaving + place * K * V + cell, state.to(leaving.dtype.element_ty), mask=inside)
+        d_x = dot(b_up, state, DT)
+        if GATED:
+            state *= rest
         if VECTOR:
             state = dot_add(tl.trans(b_q), d_out, state, DT)
         else:
-            state = dot_add(tl.trans(b_q), tl.load(factors + CHUNK)[:, None] * d_out.to(tl.float32), state, DT)
+            d_x *= write_by
+            state = dot_add(tl.trans(b_q), read_by * d_out.to(tl.float32), state, DT)
+        d_x = dot_add(tl.trans(b_reads), d_out, d_x, DT)
+        if ERASE:
+            d_x -= dot(tl.trans(b_solved), beta * d_x, DT)
+            back = -beta * d_x
+            if not VECTOR:
+                back *= down_by
+            state = dot_add(tl.trans(b_down), back, state, DT)
+        there = adjoint + place * CHUNK * V + (i[:, None] * V + n[None, :])
+        tl.store(there, d_x.to(adjoint.dtype.element_ty), mask=(n < V)[None, :])
     tl.store(d_initial + whole + cell, state, mask=inside)
 
 

@@ -52,46 +52,54 @@ def scan(
         place = slot.to(tl.int64) * VALUE_HEADS + head
         live = (i < count)[:, None]
         seen = live & (n < V)[None, :]
-        # Asked for before it is needed: nothing else is in flight when the state is moved on.
-        if VECTOR:
-            rest = tl.load(keep + place * KP + c)
-        elif GATED:
-            rest = tl.load(keep + place)
-        if KEEP:
-            tl.store(entering + place * K * V + cell, state.to(entering.dtype.element_ty), mask=inside)
-        memory = state.to(DT)
+        # Everything is asked for before anything is needed: the way from memory is long. Of products that do not need each
+        # other the second starts before the first is looked at.
         x = tl.load(v + (start * stride_v + head * V) + (i[:, None] * stride_v + n[None, :]), mask=seen, other=0.0)
         if VECTOR:
+            rest = tl.load(keep + place * KP + c)[:, None]
             b_q = tl.load(q + place * CHUNK * KP + tile)
+            b_up = tl.load(k_up + place * CHUNK * KP + tile)
         else:
             some = live & (c < K)[None, :]
             b_q = tl.load(q + (start * stride_q + key_head * K) + (i[:, None] * stride_q + c[None, :]), mask=some, other=0.0)
-            b_k = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
+            b_up = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
             factors = rows + place * 4 * CHUNK + i
+            read_by, write_by = tl.load(factors + CHUNK)[:, None], tl.load(factors + 3 * CHUNK)[:, None]
+            if GATED:
+                rest = tl.load(keep + place)
         if ERASE:
+            b_solved = tl.load(solved + place * CHUNK * CHUNK + square)
             if VECTOR:
-                beta = tl.load(rows + place * CHUNK + i)
-                missing = x.to(tl.float32) - dot(tl.load(k + place * CHUNK * KP + tile), memory, DT)
+                beta = tl.load(rows + place * CHUNK + i)[:, None]
+                b_down = tl.load(k + place * CHUNK * KP + tile)
             else:
-                beta = tl.load(factors)
-                missing = x.to(tl.float32) - tl.load(factors + 2 * CHUNK)[:, None] * dot(b_k, memory, DT)
-            u = missing - dot(tl.load(solved + place * CHUNK * CHUNK + square), beta[:, None] * missing, DT)
+                beta, down_by = tl.load(factors)[:, None], tl.load(factors + 2 * CHUNK)[:, None]
+                b_down = b_up
+        b_reads = tl.load(reads + place * CHUNK * CHUNK + square)
+        if KEEP:
+            tl.store(entering + place * K * V + cell, state.to(entering.dtype.element_ty), mask=inside)
+        memory = state.to(DT)
+        if ERASE:
+            held = dot(b_down, memory, DT)
+        read = dot(b_q, memory, DT)
+        update = x.to(tl.float32)
+        if ERASE:
+            if not VECTOR:
+                held *= down_by
+            update -= held
+            update -= dot(b_solved, beta * update, DT)
             if KEEP:
                 written = updates + place * CHUNK * V + (i[:, None] * V + n[None, :])
-                tl.store(written, u.to(updates.dtype.element_ty), mask=(n < V)[None, :])
-            update = beta[:, None] * u
-        else:
-            update = x.to(tl.float32)
-        read = dot(b_q, memory, DT)
+                tl.store(written, update.to(updates.dtype.element_ty), mask=(n < V)[None, :])
+            update *= beta
         if not VECTOR:
-            read = tl.load(factors + CHUNK)[:, None] * read
-        read = dot_add(tl.load(reads + place * CHUNK * CHUNK + square), update, read, DT)
+            read *= read_by
+        read = dot_add(b_reads, update, read, DT)
+        if GATED:
+            state *= rest
+        if not VECTOR:
+            update *= write_by
+        state = dot_add(tl.trans(b_up), update, state, DT)
         out = o + (start * VALUE_HEADS + head) * V + (i[:, None] * (VALUE_HEADS * V) + n[None, :])
         tl.store(out, read.to(o.dtype.element_ty), mask=seen)
-        if VECTOR:
-            state = dot_add(tl.trans(tl.load(k_up + place * CHUNK * KP + tile)), update, state * rest[:, None], DT)
-        else:
-            if GATED:
-                state *= rest
-            state = dot_add(tl.trans(b_k), tl.load(factors + 3 * CHUNK)[:, None] * update, state, DT)
     tl.store(final + whole + cell, state, mask=inside & ((last > first) | ALONE))
