@@ -37,6 +37,16 @@ GROUPS = {
         )
     },
     **{
+        f"{kernel} {tile}": lambda b, kernel=kernel, tile=tile: b.tiles(kernel, "kda", BIG, tile)
+        for kernel, tile in (
+            ("chunk_back", {"BK": 32, "num_warps": 8}),
+            ("chunk_back", {"BK": 64, "num_warps": 8}),
+            ("pairs_back", {"num_warps": 8}),
+            ("scan_back", {"num_stages": 1}),
+            ("solve", {"maxnreg": 128}),
+        )
+    },
+    **{
         f"gradients {op} {more}": lambda b, op=op, more=more: b.gradients(op, **more)
         for op, more in (
             ("kda", {}),

@@ -251,6 +251,20 @@ def _train(op: str, batch: int, tokens: int, heads: int) -> Row:
     return {"ms": ms, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
+def tiles(kernel: str, op: str, size: tuple[int, int, int], option: dict[str, int]) -> Iterator[Row]:
+    """Milliseconds of one kernel of a forward and a backward pass with other tiles, warps or depth."""
+    from palimpsest.ops.triton import autograd, launch
+
+    usual = launch.config
+    launch.config = autograd.config = lambda x, name: usual(x, name) | (option if name == kernel else {})
+    try:
+        for row in kernels(op, size):
+            if kernel in row["work"]:
+                yield row | {"option": str(option)}
+    finally:
+        launch.config = autograd.config = usual
+
+
 def kernels(op: str, size: tuple[int, int, int]) -> Iterator[Row]:
     """Milliseconds of every kernel of a forward and a backward pass."""
     given = inputs(op, *size)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from palimpsest.ops.triton.backward import chunk_back, pairs_back, scan_back
 from palimpsest.ops.triton.launch import CHUNK, Inputs, Prepared, _stride, config, prepare, results, walk
@@ -36,7 +37,8 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     ready = prepare(given)
     entering = q.new_empty(slots, heads, key_dim, value_dim, dtype=given.dtype)
     updates = q.new_empty(slots, heads, CHUNK, value_dim, dtype=given.dtype) if given.erase else None
-    walk(given, ready, *results(given), (entering, updates))
+    o, final = results(given)
+    walk(given, ready, o, final, (entering, updates))
     leaving = torch.empty_like(entering)
     adjoint = q.new_empty(slots, heads, CHUNK, value_dim, dtype=given.dtype)
     d_initial = torch.empty_like(d_final)
@@ -45,33 +47,54 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     del ready
     d_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     d_beta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
-    bounds, columns = given.table()[0], CHUNK if given.vector else 4 * CHUNK
-    numbers, sizes = (v.shape[1], given.chunks), given.sizes()
-    shared = {"ERASE": given.erase, "COLUMNS": columns, "V": value_dim}
+    along = q.new_empty(slots, heads, 2, CHUNK, dtype=torch.float32) if given.norm else None
+    bounds, numbers, sizes = given.table()[0], (v.shape[1], given.chunks), given.sizes()
+    shared = {"ERASE": given.erase, "NORM": given.norm, "COLUMNS": rows.shape[2] * CHUNK, "V": value_dim}
     pairs_back[(heads, slots)](
-        v, d_o, updates, adjoint, rows, d_v, d_beta, *squares, bounds, *numbers, _stride(v),
+        v, o, d_o, updates, adjoint, rows, d_v, d_beta, *squares, along, bounds, *numbers, _stride(v),
         VALUE_HEADS=heads, PACKED=sizes["PACKED"], DT=sizes["DT"], LOGIT=given.logit, **shared, **config(given, "pairs_back"),
     )  # fmt: skip
-    repeat = heads // q.shape[2]
-    wide = (*v.shape[:3], key_dim)
-    d_q, d_k = (v.new_empty(wide, dtype=x.dtype if repeat == 1 else torch.float32) for x in (q, k))
-    d_g = None if g is None else torch.empty_like(g, memory_format=torch.contiguous_format)
-    channels = (key_dim,) if given.vector else ()
-    d_bias = None if given.bias is None else v.new_empty(slots, heads, *channels, dtype=torch.float32)
-    d_rate = None if given.a_log is None else v.new_empty(slots, heads, dtype=torch.float32)
+    del o
+    options = config(given, "chunk_back")
+    blocks, repeat, total = given.padded // options["BK"], heads // q.shape[2], v.shape[0] * v.shape[1]
+    d_q, d_k = (v.new_empty((*v.shape[:3], key_dim), dtype=x.dtype if repeat == 1 else torch.float32) for x in (q, k))
+    d_g = d_bias = d_rate = None
+    if g is not None:
+        d_g = torch.empty_like(g, memory_format=torch.contiguous_format)
+        if not given.vector:
+            d_g = g.new_empty(blocks, *g.shape, dtype=torch.float32)
+        d_bias = None if given.bias is None else v.new_empty(slots, heads, key_dim, dtype=torch.float32)
+        d_rate = None if given.a_log is None else v.new_empty(slots, heads, blocks, dtype=torch.float32)
     form = given.form()
-    del form["LOGIT"]
-    chunk_back[(heads, slots)](
-        q, k, v, g, given.a_log, given.bias, d_o, updates, adjoint, entering, leaving, rows, *squares,
+    del form["LOGIT"], form["NORM"]
+    chunk_back[(heads, slots, blocks)](
+        q, k, v, g, given.a_log, given.bias, d_o, updates, adjoint, entering, leaving, rows, *squares, along,
         d_q, d_k, d_g, d_bias, d_rate, given.sums(), bounds,
-        *numbers, _stride(q), _stride(k), _stride(v), _stride(g), given.scale, given.bound or 0.0,
-        **sizes, **form, **shared, VECTOR=given.vector, **config(given, "chunk_back"),
+        *numbers, total, _stride(q), _stride(k), _stride(v), _stride(g), given.scale, given.bound or 0.0,
+        **sizes, **form, **shared, VECTOR=given.vector, **options,
     )  # fmt: skip
     if repeat > 1:
         d_q, d_k = (x.unflatten(2, (-1, repeat)).sum(3).to(like.dtype) for x, like in ((d_q, q), (d_k, k)))
-    d_bias = None if d_bias is None else d_bias.sum(0).flatten().to(given.bias.dtype)  # type: ignore[union-attr]
-    d_rate = None if d_rate is None else d_rate.sum(0).to(given.a_log.dtype)  # type: ignore[union-attr]
-    return [d_q, d_k, d_v, d_g, d_beta, None if given.state is None else d_initial.to(given.state.dtype), d_rate, d_bias]
+    gates = _gate(given, d_g, d_rate, d_bias)
+    d_state = None if given.state is None else d_initial.to(given.state.dtype)
+    return [d_q, d_k, d_v, gates[0], d_beta, d_state, *gates[1:]]
+
+
+def _gate(given: Inputs, d_g: Any, d_rate: Any, d_bias: Any) -> list[Tensor | None]:
+    """Gradients of g, A_log and dt_bias from what `chunk_back` left."""
+    if given.g is None or d_g is None:
+        return [None, None, None]
+    if given.vector:
+        d_rate = None if given.a_log is None else d_rate.sum((0, 2)).to(given.a_log.dtype)
+        return [d_g, d_rate, None if given.bias is None else d_bias.sum(0).flatten().to(given.bias.dtype)]
+    d_log = d_g.sum(0)
+    if given.a_log is None:
+        return [d_log.to(given.g.dtype), None, None]
+    z, rate = given.g.float() + (0 if given.bias is None else given.bias.float()), given.a_log.float().exp()
+    d_raw = -rate * z.sigmoid() * d_log
+    d_rate = (-rate * F.softplus(z) * d_log).sum((0, 1)).to(given.a_log.dtype)
+    d_bias = None if given.bias is None else d_raw.sum((0, 1)).to(given.bias.dtype)
+    return [d_raw.to(given.g.dtype), d_rate, d_bias]
 
 
 def _scan_back(

@@ -32,7 +32,7 @@ from palimpsest.ops.triton.gates import (
     table_sums,
     toward,
 )
-from palimpsest.ops.triton.prepare import SAFE, TILE, rsqrt_of_squares
+from palimpsest.ops.triton.prepare import SAFE, TILE
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -76,7 +76,7 @@ def scan_back(
             some = live & (c < K)[None, :]
             b_q = tl.load(q + (start * stride_q + key_head * K) + (i[:, None] * stride_q + c[None, :]), mask=some, other=0.0)
             b_up = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
-            factors = rows + place * 4 * CHUNK + i
+            factors = rows + place * 6 * CHUNK + i
             read_by, write_by = tl.load(factors + CHUNK)[:, None], tl.load(factors + 3 * CHUNK)[:, None]
             if GATED:
                 rest = tl.load(keep + place)
@@ -84,7 +84,7 @@ def scan_back(
         if ERASE:
             b_solved = tl.load(solved + place * CHUNK * CHUNK + square)
             if VECTOR:
-                beta = tl.load(rows + place * CHUNK + i)[:, None]
+                beta = tl.load(rows + place * 3 * CHUNK + i)[:, None]
                 b_down = tl.load(k + place * CHUNK * KP + tile)
             else:
                 beta, down_by = tl.load(factors)[:, None], tl.load(factors + 2 * CHUNK)[:, None]
@@ -112,19 +112,27 @@ def scan_back(
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def pairs_back(
-    v, d_o, updates, adjoint, rows, d_v, d_beta, d_reads, d_overlaps, bounds,
+    v, o, d_o, updates, adjoint, rows, d_v, d_beta, d_reads, d_overlaps, along, bounds,
     tokens, chunks, stride_v,
     VALUE_HEADS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, LOGIT: tl.constexpr,
-    ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    NORM: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head: gradients of v and beta, of P [slots,HV,64,64] and of A."""
+    """One chunk of one value head: gradients of v and beta, of P [slots,HV,64,64] and of A.
+
+    NORM: `along` [slots,HV,2,64] gets <q, q'> = <o, o'> and <k, k'> = beta <Y, 2 U - v> of every row: a normalised vector's
+    gradient loses its part along the vector. (Scaling k_i acts in P, A, k_down and k_up; written out, all but this cancels.)
+    """
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
     i = tl.arange(0, CHUNK)
     live = i < count
     d_p, d_a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    d_strength = tl.zeros([CHUNK], tl.float32)
+    d_strength, along_q, along_k = (
+        tl.zeros([CHUNK], tl.float32),
+        tl.zeros([CHUNK], tl.float32),
+        tl.zeros([CHUNK], tl.float32),
+    )
     if ERASE:
         beta = tl.load(rows + place * COLUMNS + i)[:, None]
     for block in range((V + BV - 1) // BV):
@@ -135,17 +143,24 @@ def pairs_back(
         d_out = tl.load(d_o + out, mask=seen, other=0.0)
         held = place * CHUNK * V + (i[:, None] * V + n[None, :])
         y = tl.load(adjoint + held, mask=wide, other=0.0).to(tl.float32)
+        x = tl.load(v + (start * stride_v + head * V) + (i[:, None] * stride_v + n[None, :]), mask=seen, other=0.0)
+        if NORM:
+            along_q += tl.sum(tl.load(o + out, mask=seen, other=0.0).to(tl.float32) * d_out.to(tl.float32), 1)
         if ERASE:
             u = tl.load(updates + held, mask=wide, other=0.0).to(tl.float32)
             d_strength += tl.sum(u * y, 1)
             y *= beta
+            along_k += tl.sum(y * (2 * u - x.to(tl.float32)), 1)
             columns = tl.trans((u * beta).to(DT))
             d_a -= dot(y, columns, DT)
         else:
-            x = tl.load(v + (start * stride_v + head * V) + (i[:, None] * stride_v + n[None, :]), mask=seen, other=0.0)
+            along_k += tl.sum(y * x.to(tl.float32), 1)
             columns = tl.trans(x.to(DT))
         tl.store(d_v + out, y.to(d_v.dtype.element_ty), mask=seen)
         d_p += dot(d_out, columns, DT)
+    if NORM:
+        tl.store(along + place * 2 * CHUNK + i, along_q)
+        tl.store(along + place * 2 * CHUNK + CHUNK + i, along_k)
     row, column = i[:, None], i[None, :]
     square = place * CHUNK * CHUNK + (row * CHUNK + column)
     tl.store(d_reads + square, tl.where(row >= column, d_p, 0.0).to(DT))
@@ -173,120 +188,85 @@ def pull(d_p, d_a, d_q, d_row, d_column, q, k, up, down, ERASE: tl.constexpr, DT
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def chunk_back(
-    q, k, v, g, a_log, bias, d_o, updates, adjoint, entering, leaving, rows, d_reads, d_overlaps,
+    q, k, v, g, a_log, bias, d_o, updates, adjoint, entering, leaving, rows, d_reads, d_overlaps, along,
     d_q, d_k, d_g, d_bias, d_rate, table, bounds,
-    tokens, chunks, stride_q, stride_k, stride_v, stride_g, scale, lower_bound,
+    tokens, chunks, total, stride_q, stride_k, stride_v, stride_g, scale, lower_bound,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, VECTOR: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     COLUMNS: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head: gradients of q, k and g, and this chunk's part of those of the gate's bias and rate.
+    """BK key channels of one chunk of one value head: gradients of q, k and g, and this chunk's part of those of the gate's
+    bias and rate.
 
-    A scalar gate is worked on as a vector gate with equal channels.
+    A scalar gate is worked on as a vector gate with equal channels; its g comes back as the gradient of the log decay, one
+    part [total,HV] for every block of channels.
     """
-    head, slot = tl.program_id(0), tl.program_id(1)
+    head, slot, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
-    i = tl.arange(0, CHUNK)
+    i, c = tl.arange(0, CHUNK), block * BK + tl.arange(0, BK)
     row, column = i[:, None], i[None, :]
     live = i < count
+    mask = live[:, None] & (c < K)[None, :]
     key_head = head // (VALUE_HEADS // HEADS)
-    q += start * stride_q + key_head * K
-    k += start * stride_k + key_head * K
-    d_q += (start * VALUE_HEADS + head) * K
-    d_k += (start * VALUE_HEADS + head) * K
+    rows += place * COLUMNS
     if ERASE:
         updates += place * CHUNK * V
-    adjoint += place * CHUNK * V
-    entering += place * K * V
-    leaving += place * K * V
-    d_o += (start * VALUE_HEADS + head) * V
-    v += start * stride_v + head * V
-    r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
-    if NORM:
-        r_q, r_k = rsqrt_of_squares(q, stride_q, live, K, BK), rsqrt_of_squares(k, stride_k, live, K, BK)
-    rate = 1.0
-    if GATE > 1:
-        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    if GATE > 0:
-        if VECTOR:
-            g += start * stride_g + head * K
-            d_g += (start * VALUE_HEADS + head) * K
-        else:
-            plain = tl.load(g + start * stride_g + head + i * stride_g, mask=live, other=0.0).to(tl.float32)
-            if BIAS:
-                plain += tl.load(bias + head).to(tl.float32)
+    down_q, down_k, up_k, d_keep = states_back(
+        v + start * stride_v + head * V, d_o + (start * VALUE_HEADS + head) * V, updates, adjoint + place * CHUNK * V,
+        entering + place * K * V, leaving + place * K * V, rows, c, live, stride_v,
+        VALUE_HEADS, K, V, BK, BV, GATE > 0, ERASE, DT,
+    )  # fmt: skip
+    FACTORS: tl.constexpr = COLUMNS - 2 * CHUNK
+    r_q, r_k = tl.load(rows + FACTORS + i)[:, None], tl.load(rows + FACTORS + CHUNK + i)[:, None]
+    unit_q = tl.load(q + (start * stride_q + key_head * K) + (row * stride_q + c[None, :]), mask=mask, other=0.0)
+    unit_q = unit_q.to(tl.float32) * r_q
+    x_k = tl.load(k + (start * stride_k + key_head * K) + (row * stride_k + c[None, :]), mask=mask, other=0.0)
+    x_k = x_k.to(tl.float32) * r_k
+    x_q = unit_q * scale
     square = place * CHUNK * CHUNK + (row * CHUNK + column)
-    along_q, along_k = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-    d_plain, d_speed = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
-    for block in range(KP // BK):
-        c = block * BK + tl.arange(0, BK)
-        mask = live[:, None] & (c < K)[None, :]
-        down_q, down_k, up_k, d_keep = states_back(
-            v, d_o, updates, adjoint, entering, leaving, rows + place * COLUMNS, c, live, stride_v,
-            VALUE_HEADS, K, V, BK, BV, GATE > 0, ERASE, DT,
-        )  # fmt: skip
-        x_q = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * (r_q * scale)[:, None]
-        x_k = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
-        d_p = tl.load(d_reads + square)
-        d_a = d_p
-        if ERASE:
-            d_a = tl.load(d_overlaps + square)
-        if GATE == 0:
-            one = tl.full([CHUNK, BK], 1.0, tl.float32)
-            total_q, total_k, d_column = pull(d_p, d_a, down_q, down_k, up_k, x_q, x_k, one, one, ERASE, DT)
-            total_k += d_column
-        else:
-            if VECTOR:
-                raw = tl.load(g + row * stride_g + c[None, :], mask=mask, other=0.0).to(tl.float32)
-                if BIAS:
-                    raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-                decay = log_decay(raw, rate, lower_bound, GATE)
-            else:
-                decay = log_decay(plain, rate, lower_bound, GATE)[:, None]
-            decay = tl.where(mask, decay, 0.0)
-            total_q, total_k, d_log = through_decay(
-                table, d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, BK, ERASE, DT
-            )  # fmt: skip
-            if VECTOR:
-                d_raw, part = gate_back(raw, decay, d_log, rate, lower_bound, GATE)
-                tl.store(d_g + row * (VALUE_HEADS * K) + c[None, :], d_raw.to(d_g.dtype.element_ty), mask=mask)
-                if BIAS:
-                    tl.store(d_bias + place * K + c, tl.sum(tl.where(mask, d_raw, 0.0), 0), mask=c < K)
-                d_speed += tl.sum(tl.where(mask, part, 0.0), 1)
-            else:
-                d_plain += tl.sum(tl.where(mask, d_log, 0.0), 1)
-        total_q *= scale * r_q[:, None]
-        total_k *= r_k[:, None]
-        out = row * (VALUE_HEADS * K) + c[None, :]
-        tl.store(d_q + out, total_q.to(d_q.dtype.element_ty), mask=mask)
-        tl.store(d_k + out, total_k.to(d_k.dtype.element_ty), mask=mask)
-        if NORM:
-            along_q += tl.sum(total_q * x_q, 1) / scale
-            along_k += tl.sum(total_k * x_k, 1)
-    if GATE > 0:
-        if not VECTOR:
-            d_raw, d_speed = gate_back(plain, log_decay(plain, rate, lower_bound, GATE), d_plain, rate, lower_bound, GATE)
-            d_raw, d_speed = tl.where(live, d_raw, 0.0), tl.where(live, d_speed, 0.0)
-            there = d_g + start * VALUE_HEADS + head + i * VALUE_HEADS
-            tl.store(there, d_raw.to(d_g.dtype.element_ty), mask=live)
-            if BIAS:
-                tl.store(d_bias + place, tl.sum(d_raw, 0))
+    d_p = tl.load(d_reads + square)
+    d_a = d_p
+    if ERASE:
+        d_a = tl.load(d_overlaps + square)
+    if GATE == 0:
+        one = tl.full([CHUNK, BK], 1.0, tl.float32)
+        total_q, total_k, d_column = pull(d_p, d_a, down_q, down_k, up_k, x_q, x_k, one, one, ERASE, DT)
+        total_k += d_column
+    else:
+        rate = 1.0
         if GATE > 1:
-            tl.store(d_rate + place, tl.sum(d_speed, 0))
+            rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+        if VECTOR:
+            raw = tl.load(g + (start * stride_g + head * K) + (row * stride_g + c[None, :]), mask=mask, other=0.0)
+            raw = raw.to(tl.float32)
+            if BIAS:
+                raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+        else:
+            raw = tl.load(g + (start * stride_g + head) + i * stride_g, mask=live, other=0.0).to(tl.float32)[:, None]
+            if BIAS:
+                raw += tl.load(bias + head).to(tl.float32)
+        decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
+        total_q, total_k, d_log = through_decay(table, d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, BK, ERASE, DT)
+        d_log = tl.where(mask, d_log, 0.0)
+        if VECTOR:
+            d_raw, part = gate_back(raw, decay, d_log, rate, lower_bound, GATE)
+            out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
+            tl.store(d_g + out, d_raw.to(d_g.dtype.element_ty), mask=mask)
+            if BIAS:
+                tl.store(d_bias + place * K + c, tl.sum(d_raw, 0), mask=c < K)
+            if GATE > 1:
+                tl.store(d_rate + place * (KP // BK) + block, tl.sum(tl.sum(part, 1), 0))
+        else:
+            out = (block.to(tl.int64) * total + start) * VALUE_HEADS + head + i * VALUE_HEADS
+            tl.store(d_g + out, tl.sum(d_log, 1), mask=live)
+    total_q *= scale
     if NORM:
-        # What points along a normalised vector does nothing. The rows of all channels are summed now, and written by us.
-        tl.debug_barrier()
-        for block in range(KP // BK):
-            c = block * BK + tl.arange(0, BK)
-            mask = live[:, None] & (c < K)[None, :]
-            out = row * (VALUE_HEADS * K) + c[None, :]
-            x = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_q[:, None]
-            found = tl.load(d_q + out, mask=mask, other=0.0).to(tl.float32) - x * along_q[:, None]
-            tl.store(d_q + out, found.to(d_q.dtype.element_ty), mask=mask)
-            x = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
-            found = tl.load(d_k + out, mask=mask, other=0.0).to(tl.float32) - x * along_k[:, None]
-            tl.store(d_k + out, found.to(d_k.dtype.element_ty), mask=mask)
+        total_q = r_q * (total_q - unit_q * tl.load(along + place * 2 * CHUNK + i)[:, None])
+        total_k = r_k * (total_k - x_k * tl.load(along + place * 2 * CHUNK + CHUNK + i)[:, None])
+    out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
+    tl.store(d_q + out, total_q.to(d_q.dtype.element_ty), mask=mask)
+    tl.store(d_k + out, total_k.to(d_k.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ class Prepared(NamedTuple):
     keep: Tensor  # exp(G_last): [slots,HV,KP] or [slots,HV]
     reads: Tensor  # P [slots,HV,64,64]
     solve: Tensor | None  # Z [slots,HV,64,64]
-    rows: Tensor  # beta [slots,HV,64], or four row factors [slots,HV,4,64]
+    rows: Tensor  # beta and factors of rows, [slots,HV,3,64] or [slots,HV,6,64]
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,22 +170,22 @@ def prepare(given: Inputs) -> Prepared:
     if given.vector:
         decayed = [q.new_empty(slots, heads, CHUNK, padded, dtype=given.dtype) for _ in range(3)]
         keep = q.new_empty(slots, heads, padded, dtype=torch.float32)
-        rows = q.new_empty(slots, heads, CHUNK, dtype=torch.float32)
+        rows = q.new_empty(slots, heads, 3, CHUNK, dtype=torch.float32)
         prepare_vector[grid](
             q, k, g, beta, given.a_log, given.bias, given.sums(), *tail, *decayed, keep, reads, overlaps, rows, *numbers,
             given.bound or 0.0,
             **given.sizes(), **given.form(), **config(given, "prepare"),
         )  # fmt: skip
-        solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=CHUNK, HALF=small, **config(given, "solve"))
+        solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=3 * CHUNK, HALF=small, **config(given, "solve"))
         return Prepared(*decayed, keep, reads, solved, rows)
     keep = q.new_empty(slots, heads, dtype=torch.float32)
-    rows = q.new_empty(slots, heads, 4, CHUNK, dtype=torch.float32)
+    rows = q.new_empty(slots, heads, 6, CHUNK, dtype=torch.float32)
     prepare_scalar[grid](
         q, k, g, beta, given.a_log, given.bias, *tail, keep, reads, overlaps, rows, *numbers,
         **given.sizes(), **given.form(), ERASE=given.erase, **config(given, "prepare"),
     )  # fmt: skip
     if given.erase:
-        solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=4 * CHUNK, HALF=small, **config(given, "solve"))
+        solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=6 * CHUNK, HALF=small, **config(given, "solve"))
     return Prepared(None, None, None, keep, reads, solved, rows)
 
 

@@ -98,7 +98,8 @@ def prepare_vector(
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head with a gate per key channel. Strides are from token to token."""
+    """One chunk of one value head with a gate per key channel. Strides are from token to token; `rows` [slots,HV,3,64] gets
+    beta and what q and k are divided by."""
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
@@ -113,11 +114,14 @@ def prepare_vector(
     r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
     if NORM:
         r_q, r_k = rsqrt_of_squares(q, stride_q, live, K, BK), rsqrt_of_squares(k, stride_k, live, K, BK)
+    rows += place * 3 * CHUNK + i
+    tl.store(rows + CHUNK, r_q)
+    tl.store(rows + 2 * CHUNK, r_k)
     r_q *= scale
     strength = tl.load(beta + start * stride_beta + head + i * stride_beta, mask=live, other=0.0).to(tl.float32)
     if LOGIT:
         strength = tl.where(live, tl.sigmoid(strength), 0.0)
-    tl.store(rows + place * CHUNK + i, strength)
+    tl.store(rows, strength)
     g += start * stride_g + head * K
     q_down += place * CHUNK * KP
     k_down += place * CHUNK * KP
@@ -175,7 +179,7 @@ def prepare_scalar(
     PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head with one gate per head (GATE 0: none). Decay and norms are factors of whole rows, which
-    the scan applies: `rows` [slots,HV,4,64] holds beta and the row factors of q_down, k_down and k_up."""
+    the scan applies: `rows` [slots,HV,6,64] gets beta, the row factors of q_down, k_down and k_up, and those of q and k alone."""
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
@@ -205,6 +209,9 @@ def prepare_scalar(
     r_q, r_k = tl.full([CHUNK], 1.0, tl.float32), tl.full([CHUNK], 1.0, tl.float32)
     if NORM:
         r_q, r_k = tl.rsqrt(square_q + 1e-6), tl.rsqrt(square_k + 1e-6)
+    out = rows + place * 6 * CHUNK + i
+    tl.store(out + 4 * CHUNK, r_q)
+    tl.store(out + 5 * CHUNK, r_k)
     r_q *= scale
     p = p * r_q[:, None] * r_k[None, :]
     a = a * r_k[:, None] * r_k[None, :]
@@ -223,7 +230,6 @@ def prepare_scalar(
         down = tl.exp2(tl.sum(tl.where(row >= column, decay[None, :], 0.0), 1))
         up = tl.exp2(tl.sum(tl.where(row < column, decay[None, :], 0.0), 1))
         tl.store(keep + place, tl.exp2(tl.sum(decay, 0)))
-    out = rows + place * 4 * CHUNK + i
     square = row * CHUNK + column
     tl.store(reads + square, tl.where(row >= column, p, 0.0).to(DT))
     tl.store(out + CHUNK, r_q * down)

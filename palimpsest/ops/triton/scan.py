@@ -63,14 +63,14 @@ def scan(
             some = live & (c < K)[None, :]
             b_q = tl.load(q + (start * stride_q + key_head * K) + (i[:, None] * stride_q + c[None, :]), mask=some, other=0.0)
             b_up = tl.load(k + (start * stride_k + key_head * K) + (i[:, None] * stride_k + c[None, :]), mask=some, other=0.0)
-            factors = rows + place * 4 * CHUNK + i
+            factors = rows + place * 6 * CHUNK + i
             read_by, write_by = tl.load(factors + CHUNK)[:, None], tl.load(factors + 3 * CHUNK)[:, None]
             if GATED:
                 rest = tl.load(keep + place)
         if ERASE:
             b_solved = tl.load(solved + place * CHUNK * CHUNK + square)
             if VECTOR:
-                beta = tl.load(rows + place * CHUNK + i)[:, None]
+                beta = tl.load(rows + place * 3 * CHUNK + i)[:, None]
                 b_down = tl.load(k + place * CHUNK * KP + tile)
             else:
                 beta, down_by = tl.load(factors)[:, None], tl.load(factors + 2 * CHUNK)[:, None]
