@@ -22,28 +22,15 @@ TILES, WARPS = options("BV", "num_warps", "num_stages"), options("BK", "num_warp
 GROUPS = {
     "kernels": lambda b: b.kernels("kda", BIG),
     "kernels gdn": lambda b: b.kernels("gated_delta_rule", BIG),
-    "training": lambda b: b.training((BIG, SMALL, (8, 2048, 16))),
+    "training": lambda b: b.training((BIG, SMALL)),
     "forward": lambda b: b.forward((BIG, SMALL, (8, 2048, 16), (1, 65536, 16))),
-    **{
-        f"prepare {tile} {more}": lambda b, tile=tile, more=more: b.sweep(
-            "prepare", "kda", BIG, [option | more for option in WARPS(tile)]
-        )
-        for tile, more in (
-            ((64, 4), {}),
-            ((32, 4), {}),
-            ((32, 4), {"maxnreg": 168}),
-            ((32, 8), {}),
-            ((64, 4), {"maxnreg": 168}),
-        )
-    },
     **{
         f"{kernel} {tile}": lambda b, kernel=kernel, tile=tile: b.tiles(kernel, "kda", BIG, tile)
         for kernel, tile in (
-            ("chunk_back", {"BK": 32, "num_warps": 8}),
-            ("chunk_back", {"BK": 64, "num_warps": 8}),
-            ("pairs_back", {"num_warps": 8}),
+            ("prepare", {"BK": 32}),
             ("scan_back", {"num_stages": 1}),
-            ("solve", {"maxnreg": 128}),
+            ("scan", {"num_stages": 1}),
+            ("pairs_back", {"num_warps": 8}),
         )
     },
     **{
@@ -62,14 +49,6 @@ GROUPS = {
     "rho": lambda b: b.accuracy("rho"),
     "raw": lambda b: b.accuracy("raw"),
     "decay": lambda b: b.accuracy("decay"),
-    "float32": lambda b: b.accuracy("float32"),
-    **{f"accuracy {note}": lambda b, note=note: b.accuracy(note) for note in ("K 256 V 96 b", "K 128 V 64 b", "K 20 V 33 b")},
-    "step": lambda b: b.decode(),
-    **{
-        f"scan {size[2]} {tile}": lambda b, size=size, tile=tile: b.sweep("scan", "kda", size, TILES(tile))
-        for size, tiles in ((BIG, ((64, 4, 1), (64, 4, 2))), (SMALL, ((32, 4, 2), (16, 4, 2), (64, 4, 1))))
-        for tile in tiles
-    },
 }
 
 

@@ -17,22 +17,20 @@ import triton.language as tl
 
 from palimpsest.ops.triton.gates import (
     AFTER,
+    BEFORE,
     CHUNK,
-    FROM_MIDDLE,
+    FROM_HERE,
     LN2,
-    TO_HALF,
     UP_TO,
+    belongs,
     chunk_of,
-    corner,
     dot,
     dot_add,
+    factors_of,
     log_decay,
-    ones,
-    sums,
+    parts_of,
     table_sums,
-    toward,
 )
-from palimpsest.ops.triton.prepare import SAFE, TILE
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -329,32 +327,20 @@ def through_decay(
     row, column = i[:, None], i[None, :]
     # A row's own key does not decay: it must leave no rounding noise in the gradient of the decay.
     diagonal = tl.sum(tl.where(row == column, d_p, 0.0), 1)[:, None]
-    strict = tl.where(row > column, d_p, 0.0)
     zero = tl.zeros([CHUNK, BK], tl.float32)
     d_q, d_row, d_column = zero, zero, zero
-    same = row // TILE == column // TILE
-    offset = table_sums(table, FROM_MIDDLE, decay, DT)
-    if tl.max(tl.abs(offset)) <= SAFE:
+    parts, safe = parts_of(table, decay, DT)
+    for part in range(parts):
+        level, of_row, of_column = factors_of(table, part, safe, decay, DT)
+        inside = belongs(level)
         d_q, d_row, d_column = pull(
-            tl.where(same, strict, 0.0), tl.where(same, d_a, 0.0), d_q, d_row, d_column, q, k,
-            tl.exp2(offset), tl.exp2(-offset), ERASE, DT,
-        )  # fmt: skip
-    else:
-        for level in range(5):
-            weight = tl.exp2(sums(toward(row, column, level), decay, DT))
-            chosen = corner(row, column, level)
-            d_q, d_row, d_column = pull(
-                tl.where(chosen, strict, 0.0), tl.where(chosen, d_a, 0.0), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
-            )
-    weight = tl.exp2(table_sums(table, TO_HALF, decay, DT))
-    d_q, d_row, d_column = pull(
-        tl.where(same, 0.0, strict), tl.where(same, 0.0, d_a), d_q, d_row, d_column, q, k, weight, weight, ERASE, DT
-    )
+            tl.where(inside, d_p, 0.0), tl.where(inside, d_a, 0.0), d_q, d_row, d_column, q, k, of_row, of_column, ERASE, DT
+        )
     weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
     d_q += down_q * weight
     d_row += down_k * weight
     rise = up_k * tl.exp2(table_sums(table, AFTER, decay, DT))
     flow = q * d_q + k * d_row - k * d_column
-    d_log = sums(ones(row <= column), flow, DT) + sums(ones(row > column), k * rise, DT)
+    d_log = table_sums(table, FROM_HERE, flow, DT) + table_sums(table, BEFORE, k * rise, DT)
     d_log += (d_keep * tl.exp2(tl.sum(decay, 0)))[None, :]
     return d_q + diagonal * k, d_row + d_column + rise + diagonal * q, d_log

@@ -85,28 +85,44 @@ def ones(where):
     return tl.where(where, 1.0, 0.0)
 
 
-# Halves of blocks are powers of two, 2^level. The level is an ordinary argument: one loop over levels keeps a kernel small.
-@triton.jit
-def corner(i, j, level):
-    """Where row i lies in the second half and column j in the first half of one block of two halves."""
-    return (i >> (level + 1) == j >> (level + 1)) & ((i >> level) > (j >> level))
+# The pairs of rows j < i of a chunk fall into parts, in each of which exp(G_i - G_j) is a factor of row i times one of row j.
+# At level l: i in the second half, j in the first of one block of two halves of 2^l rows, split at the middle. MIDDLE: both in
+# one block of 32, split at its middle row, where no factor overflows. So MIDDLE and level 5 cover all pairs, as do levels 0 to
+# 5. Part and level are ordinary arguments of one loop: every product written out once more would cost registers.
+MIDDLE = tl.constexpr(-1)
+# Which rows of g the sums of a chunk take, as [64,64] matrices in memory: rows up to this one, rows after it, rows from it on,
+# rows before it; then the exponents of MIDDLE (with sign) and those of levels 0 to 5: rows between this one and the middle.
+UP_TO, AFTER, FROM_HERE, BEFORE, PARTS = (tl.constexpr(kind) for kind in (0, 1, 2, 3, 5))
+# Largest exponent (base 2) of a factor. A gate bounded by -5 reaches 115 from the middle of 32 rows. What overflows is only
+# the product of two large factors, above the diagonal, where it is thrown away.
+SAFE = tl.constexpr(118.0)
 
 
 @triton.jit
-def toward(i, t, level):
-    """Rows t of g between row i and the middle of its block: up to and with i in the second half, after it in the first."""
-    second = ((i >> level) & 1) == 1
-    return ones((i >> level == t >> level) & ((second & (t <= i)) | ((second == 0) & (t > i))))
-
-
-# Which rows of g the sums of a chunk take, as [64,64] matrices in memory: building them anew in every program costs more than
-# the product. Rows up to this one; rows after it; from the middle of its block of 32 to it, with sign; and between it and the
-# middle of the chunk.
-UP_TO, AFTER, FROM_MIDDLE, TO_HALF = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-
-
-@triton.jit
-def table_sums(table, KIND: tl.constexpr, g, DT: tl.constexpr):
+def table_sums(table, kind, g, DT: tl.constexpr):
     """Sums of g [64,BK] over the rows that a kind of the table names."""
     i = tl.arange(0, CHUNK)
-    return sums(tl.load(table + KIND * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])), g, DT)
+    return sums(tl.load(table + kind * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])), g, DT)
+
+
+@triton.jit
+def parts_of(table, g, DT: tl.constexpr):
+    """How many parts there are, and whether the first is MIDDLE and the second level 5 (else they are levels 0 to 5)."""
+    safe = tl.max(tl.abs(table_sums(table, PARTS + MIDDLE, g, DT))) <= SAFE
+    return tl.where(safe, 2, 6), safe
+
+
+@triton.jit
+def factors_of(table, part, safe, g, DT: tl.constexpr):
+    """The level of a part, and its factors of rows and of columns [64,BK]."""
+    level = tl.where(safe, tl.where(part == 0, MIDDLE, 5), part)
+    exponent = table_sums(table, PARTS + level, g, DT)
+    return level, tl.exp2(exponent), tl.exp2(tl.where(level == MIDDLE, -exponent, exponent))
+
+
+@triton.jit
+def belongs(level):
+    """[64,64]: the pairs of row and column that a part consists of."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    block, half = tl.where(level == MIDDLE, 5, level + 1), tl.where(level == MIDDLE, 0, level)
+    return (i >> block == j >> block) & ((i >> half) > (j >> half))

@@ -12,10 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector, solve
-from palimpsest.ops.triton.scan import scan
+from palimpsest.ops.triton.scan import fold, scan
 from palimpsest.ops.triton.step import step
 
 CHUNK = 64
+SEGMENT = 128  # chunks of a segment
+IDLE = 2112  # value channels of all sequences and heads that 132 multiprocessors hold, 16 on each
+CROWD = 4096  # value channels of all heads that keep a GPU busy
 Gate = tuple[Tensor, Tensor | None, float | None]
 
 
@@ -83,6 +86,14 @@ class Inputs(NamedTuple):
     def table(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return (None, None, None) if self.lengths is None else _table(self.lengths, self.few, self.q.device)
 
+    def cut(self) -> tuple[Tensor, Tensor, Tensor, list[int]] | None:
+        """Tables of a walk by segments, if there are documents long enough for the heads to leave the device idle: chunks,
+        first chunk of every segment, first segment of every document, and each document's last segment."""
+        lengths = (self.q.shape[1],) * self.q.shape[0] if self.lengths is None else self.lengths
+        if self.v.shape[2] * self.v.shape[3] > CROWD or max(lengths) <= 3 * SEGMENT * CHUNK:
+            return None
+        return _cut(lengths, self.few, self.q.device)
+
     def sums(self) -> Tensor:
         """The matrices that `gates.table_sums` reads."""
         return _sums(self.dtype, self.q.device)
@@ -130,15 +141,30 @@ def _table(lengths: tuple[int, ...], few: int, device: torch.device) -> tuple[Te
     return tables[0], tables[1], tables[2]
 
 
+@functools.lru_cache(maxsize=64)
+def _cut(lengths: tuple[int, ...], few: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """As `Inputs.cut`. Documents that are not long are one segment; those without chunks have none, and last segment -1."""
+    edges, segments, lasts = [0], [0], []
+    for length in lengths:
+        chunks = -(-length // CHUNK) if length > few else 0
+        step = SEGMENT if chunks > 3 * SEGMENT else max(chunks, 1)
+        edges += [edges[-1] + min(at + step, chunks) for at in range(0, chunks, step)]
+        lasts.append(len(edges) - 2 if chunks else -1)
+        segments.append(len(edges) - 1)
+    tables = [torch.tensor(x, dtype=torch.int32, device=device) for x in (edges, segments)]
+    return _table(lengths, few, device)[0], tables[0], tables[1], lasts
+
+
 @functools.lru_cache(maxsize=16)
 def _sums(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[4,64,64]: kinds of sums in the order that `gates` gives them; row i takes the rows t of g that have a 1 or -1."""
+    """[11,64,64]: kinds of sums in the order that `gates` gives them; row i takes the rows t of g that have a 1 or -1."""
     i, t = torch.arange(CHUNK).unsqueeze(1), torch.arange(CHUNK)
-    half = CHUNK // 2
-    middle, second = i // half * half + half // 2, i >= half
-    to_half = (second & (t >= half) & (t <= i)) | (~second & (t < half) & (t > i))
-    from_middle = ((t > middle) & (t <= i)).int() - ((t > i) & (t <= middle)).int()
-    return torch.stack([(t <= i).int(), (t > i).int(), from_middle, to_half.int()]).to(device, dtype)
+    middle = i // 32 * 32 + 16
+    kinds = [t <= i, t > i, t >= i, t < i, ((t > middle) & (t <= i)).int() - ((t > i) & (t <= middle)).int()]
+    for level in range(6):
+        second = (i >> level) % 2 == 1
+        kinds.append((i >> level == t >> level) & ((second & (t <= i)) | (~second & (t > i))))
+    return torch.stack([kind.int() for kind in kinds]).to(device, dtype)
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -199,17 +225,53 @@ def results(given: Inputs) -> tuple[Tensor, Tensor]:
 def walk(
     given: Inputs, ready: Prepared, o: Tensor, final: Tensor, kept: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 ) -> None:
-    """All chunks in order: fills o and the final state. `kept`: also the states that enter the chunks, and U."""
-    q, k, v = given.q, given.k, given.v
-    heads, value_dim = v.shape[2], v.shape[3]
+    """All chunks in order: fills o and the final state. `kept`: also the states that enter the chunks, and U.
+
+    With few heads a long document is cut into segments that run side by side: a first pass finds what each makes of any state
+    that enters it, and the second has the states. Where it is cut depends on its own length and the heads.
+    """
     bounds, firsts, _ = given.table()
-    options = config(given, "scan")
+    heads, key_dim, value_dim = given.v.shape[2], given.q.shape[3], given.v.shape[3]
+    cut = given.cut()
+    if cut is None:
+        _scan(given, ready, o, given.state, final, kept, (bounds, firsts), given.sequences, False)
+        return
+    bounds, edges, segments, lasts = cut
+    count = len(lasts)
+    maps = o.new_empty(edges.numel() - 1, heads, key_dim, value_dim + key_dim, dtype=torch.float32)
+    _scan(given, ready, o, None, maps, (None, None), (bounds, edges), maps.shape[0], True)
+    starts = o.new_empty(maps.shape[0], heads, key_dim, value_dim, dtype=torch.float32)
+    options = config(given, "fold")
+    fold[(-(-value_dim // options["BV"]), heads, count)](
+        maps, given.state, starts, segments, VALUE_HEADS=heads, K=key_dim, KP=given.padded, V=value_dim,
+        INITIAL=given.state is not None, **options,
+    )  # fmt: skip
+    ends = torch.empty_like(starts)
+    _scan(given, ready, o, starts, ends, kept, (bounds, edges), maps.shape[0], False)
+    long = [row for row, last in enumerate(lasts) if last >= 0]
+    final[long] = ends[[lasts[row] for row in long]]
+
+
+def _scan(
+    given: Inputs,
+    ready: Prepared,
+    o: Tensor,
+    initial: Tensor | None,
+    final: Tensor,
+    kept: tuple[Tensor, Tensor] | tuple[None, None],
+    tables: tuple[Tensor | None, Tensor | None],
+    count: int,
+    maps: bool,
+) -> None:
+    q, k, v, options = given.q, given.k, given.v, config(given, "scan")
     left, right = (ready.q_down, ready.k_down) if given.vector else (q, k)
-    scan[(-(-value_dim // options["BV"]), heads, given.sequences)](
-        left, right, ready.k_up, ready.keep, ready.reads, ready.solve, ready.rows, v, o, given.state, final,
-        *kept, bounds, firsts, v.shape[1], given.chunks, _stride(q), _stride(k), _stride(v),
-        **given.sizes(), V=value_dim, VECTOR=given.vector, GATED=given.gate > 0, ERASE=given.erase,
-        INITIAL=given.state is not None, KEEP=kept[0] is not None, ALONE=given.few == 0, **options,
+    width = v.shape[3] + (q.shape[3] if maps else 0)
+    sizes = given.sizes() | {"PACKED": tables[0] is not None}
+    scan[(-(-width // options["BV"]), v.shape[2], count)](
+        left, right, ready.k_up, ready.keep, ready.reads, ready.solve, ready.rows, v, o, initial, final,
+        *kept, *tables, v.shape[1], given.chunks, _stride(q), _stride(k), _stride(v),
+        **sizes, V=v.shape[3], VECTOR=given.vector, GATED=given.gate > 0, ERASE=given.erase, INITIAL=initial is not None,
+        KEEP=kept[0] is not None, ALONE=given.few == 0, MAP=maps, **options,
     )  # fmt: skip
 
 
@@ -233,6 +295,8 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     wide = given.padded > 128
     if kernel == "prepare":
         return {"BK": min(64 if given.half else 32, given.padded), "num_warps": 4, "num_stages": 1}
+    if kernel == "fold":
+        return {"BV": 16, "num_warps": 4, "num_stages": 1}
     if kernel == "solve":
         return {"num_warps": 4, "num_stages": 1}
     value_dim = triton.next_power_of_2(given.v.shape[3])
@@ -241,10 +305,13 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     if kernel == "pairs_back":
         return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
     if kernel == "chunk_back":
-        return {"BK": min(32, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 4, "num_stages": 1}
+        return {"BK": min(64, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
     if not given.half:
         return {"BV": max(16, min(32, value_dim)), "num_warps": 8, "num_stages": 1}
-    # Narrow tiles without prefetching read past their shared memory: a fault of the compiler (triton 3.6, sm_90).
+    # Tiles of 32 channels without prefetching meet a fault of ptxas 12.8: it uses an address before it is there.
     if wide:
         return {"BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
-    return {"BV": max(16, min(64, value_dim)), "num_warps": 4, "num_stages": 2}
+    # The fewer programs there are, the narrower and the deeper their pipelines; every column is computed the same in all.
+    columns = given.sequences * given.v.shape[2] * value_dim
+    width, depth = (16, 3) if columns <= IDLE else (32, 2) if columns <= 2 * IDLE else (64, 2)
+    return {"BV": max(16, min(width, value_dim)), "num_warps": 4, "num_stages": depth}

@@ -10,8 +10,7 @@ read, so |Z| <= |k|^2; so is every number on the way, since blocks are joined tw
 
     Z of [[A1, 0], [B, A2]] = [[Z1, 0], [(I - Z2 beta2) B (I - beta1 Z1), Z2]]
 
-A vector gate splits exp(G_i - G_j) between the row and the column. Blocks below the diagonal are split at the block's edge,
-both exponents <= 0. Diagonal blocks of 32 are split at their middle row if no exponent exceeds SAFE, else again at edges.
+A vector gate splits exp(G_i - G_j) between the row and the column, in parts: see `gates.MIDDLE`.
 """
 
 from __future__ import annotations
@@ -22,24 +21,17 @@ import triton.language as tl
 from palimpsest.ops.triton.gates import (
     AFTER,
     CHUNK,
-    FROM_MIDDLE,
-    TO_HALF,
     UP_TO,
+    belongs,
     chunk_of,
-    corner,
     dot,
-    dot_add,
+    factors_of,
     log_decay,
     ones,
+    parts_of,
     sums,
     table_sums,
-    toward,
 )
-
-# Largest exponent (base 2) of a factor. A gate bounded by -5 reaches 115 from the middle of 32 rows. What overflows is only
-# the product of two large factors, above the diagonal, where it is thrown away.
-SAFE = tl.constexpr(118.0)
-TILE = tl.constexpr(32)
 
 
 @triton.jit
@@ -67,9 +59,9 @@ def solve(a, z, beta, COLUMNS: tl.constexpr, HALF: tl.constexpr):
     square = row * CHUNK + column
     full = tl.load(a + place * CHUNK * CHUNK + square).to(tl.float32)
     strength = tl.load(beta + place * COLUMNS + i)
-    found = tl.where(corner(row, column, 0), full, 0.0)
+    found = tl.where(belongs(0), full, 0.0)
     for level in range(1, 6):
-        b = tl.where(corner(row, column, level), full, 0.0)
+        b = tl.where(belongs(level), full, 0.0)
         if HALF:
             narrow = found.to(tl.float16)
             w = b - tl.dot(narrow, (b * strength[:, None]).to(tl.float16))
@@ -78,17 +70,6 @@ def solve(a, z, beta, COLUMNS: tl.constexpr, HALF: tl.constexpr):
             w = b - tl.dot(found, b * strength[:, None], input_precision="tf32x3")
             found += w - tl.dot(w * strength[None, :], found, input_precision="tf32x3")
     tl.store(z + place * CHUNK * CHUNK + square, found.to(z.dtype.element_ty))
-
-
-@triton.jit
-def add_corner(p, a, q, k, level, DT: tl.constexpr):
-    """Adds <q_i, k_j> and <k_i, k_j> to P and A where row i is in the second, column j in the first half of one block."""
-    i = tl.arange(0, CHUNK)
-    inside = corner(i[:, None], i[None, :], level)
-    columns = tl.trans(k.to(DT))
-    p += tl.where(inside, dot(q, columns, DT), 0.0)
-    a += tl.where(inside, dot(k, columns, DT), 0.0)
-    return p, a
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -146,25 +127,13 @@ def prepare_vector(
         tl.store(k_down + out, (x_k * weight).to(DT))
         weight = tl.exp2(table_sums(table, AFTER, decay, DT))
         tl.store(k_up + out, (x_k * weight).to(DT))
-        # The lower left quarter: rows of the second half, columns of the first.
-        weight = tl.exp2(table_sums(table, TO_HALF, decay, DT))
-        below, lower = row >= TILE, x_k * weight
-        columns = tl.trans(tl.where(below, 0.0, lower).to(DT))
-        p = dot_add(tl.where(below, x_q * weight, 0.0), columns, p, DT)
-        a = dot_add(tl.where(below, lower, 0.0), columns, a, DT)
-        # The two blocks of 32 on the diagonal.
-        offset = table_sums(table, FROM_MIDDLE, decay, DT)
-        if tl.max(tl.abs(offset)) <= SAFE:
-            weight = tl.exp2(offset)
-            columns = tl.trans((x_k * tl.exp2(-offset)).to(DT))
-            same = row // TILE == column // TILE
-            p += tl.where(same & (row >= column), dot(x_q * weight, columns, DT), 0.0)
-            a += tl.where(same & (row > column), dot(x_k * weight, columns, DT), 0.0)
-        else:
-            p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
-            for level in range(5):
-                weight = tl.exp2(sums(toward(row, column, level), decay, DT))
-                p, a = add_corner(p, a, x_q * weight, x_k * weight, level, DT)
+        p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
+        parts, safe = parts_of(table, decay, DT)
+        for part in range(parts):
+            level, of_row, of_column = factors_of(table, part, safe, decay, DT)
+            columns, inside = tl.trans((x_k * of_column).to(DT)), belongs(level)
+            p += tl.where(inside, dot(x_q * of_row, columns, DT), 0.0)
+            a += tl.where(inside, dot(x_k * of_row, columns, DT), 0.0)
     square = row * CHUNK + column
     tl.store(reads + square, p.to(DT))
     tl.store(overlaps + place * CHUNK * CHUNK + square, a.to(overlaps.dtype.element_ty))
@@ -179,7 +148,7 @@ def prepare_scalar(
     PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head with one gate per head (GATE 0: none). Decay and norms are factors of whole rows, which
-    the scan applies: `rows` [slots,HV,6,64] gets beta, the row factors of q_down, k_down and k_up, and those of q and k alone."""
+    the scan applies: `rows` [slots,HV,6,64] gets beta, the factors of q_down, k_down and k_up, and those of q and k alone."""
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
