@@ -256,7 +256,7 @@ def tiles(kernel: str, op: str, size: tuple[int, int, int], option: dict[str, in
     from palimpsest.ops.triton import autograd, launch
 
     usual = launch.config
-    launch.config = autograd.config = lambda x, name: usual(x, name) | (option if name == kernel else {})
+    launch.config = autograd.config = lambda x, name, *rest: usual(x, name, *rest) | (option if name == kernel else {})
     try:
         for row in kernels(op, size):
             if kernel in row["work"]:
@@ -291,7 +291,7 @@ def sweep(
     given = inputs(op, *size, dtype=dtype)
     usual = launch.config
     for option in options:
-        launch.config = lambda x, name, option=option: usual(x, name) | (option if name == kernel else {})
+        launch.config = lambda x, name, *rest, option=option: usual(x, name, *rest) | (option if name == kernel else {})
         row = {"work": f"{kernel} {op} {size[0]}x{size[1]}x{size[2]} {option}"}
         try:
             yield _attempt(row, lambda: stages(op, given, kernel))

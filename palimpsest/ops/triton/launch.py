@@ -263,7 +263,7 @@ def _scan(
     count: int,
     maps: bool,
 ) -> None:
-    q, k, v, options = given.q, given.k, given.v, config(given, "scan")
+    q, k, v, options = given.q, given.k, given.v, config(given, "scan", count)
     left, right = (ready.q_down, ready.k_down) if given.vector else (q, k)
     width = v.shape[3] + (q.shape[3] if maps else 0)
     sizes = given.sizes() | {"PACKED": tables[0] is not None}
@@ -290,7 +290,7 @@ def few(given: Inputs, o: Tensor, final: Tensor) -> None:
     )  # fmt: skip
 
 
-def config(given: Inputs, kernel: str) -> dict[str, Any]:
+def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str, Any]:
     """Tile widths, warps and pipeline depth of a kernel; the length of a sequence has no part in it."""
     wide = given.padded > 128
     if kernel == "prepare":
@@ -312,6 +312,6 @@ def config(given: Inputs, kernel: str) -> dict[str, Any]:
     if wide:
         return {"BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
     # The fewer programs there are, the narrower and the deeper their pipelines; every column is computed the same in all.
-    columns = given.sequences * given.v.shape[2] * value_dim
+    columns = (sequences or given.sequences) * given.v.shape[2] * value_dim
     width, depth = (16, 3) if columns <= IDLE else (32, 2) if columns <= 2 * IDLE else (64, 2)
     return {"BV": max(16, min(width, value_dim)), "num_warps": 4, "num_stages": depth}
