@@ -334,6 +334,17 @@ def report(rows: Iterator[Row], say: Say = print) -> list[Row]:
     return found
 
 
+def available() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> dict[str, Any]:
+    """The GPU, its memory, and what a large copy moves on it."""
+    facts = torch.cuda.get_device_properties(0)
+    return {"name": facts.name, "memory_bytes": facts.total_memory, "copy_bytes_per_s": copy_rate()}
+
+
 def all_tables(say: Say) -> list[Row]:
     """Every table of `palimpsest benchmark gpu`."""
-    return [*report(accuracy(), say), *report(forward(), say)]
+    checks = (accuracy(), company(), *(gradients(op) for op in ("kda", "gated_delta_rule", "delta_rule", "linear_attention")))
+    return [row for table in (*checks, forward(), training(), decode()) for row in report(table, say)]

@@ -103,6 +103,23 @@ def test_pieces_documents_and_company(op: str) -> None:
     assert relative(torch.cat([first, second], 1), o) < 1e-6 and relative(end, final) < 1e-6
 
 
+def test_long_documents_of_few_heads_go_by_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What segments make of any state is folded up, and a document's cuts do not depend on its neighbours."""
+    from palimpsest.ops.triton import launch
+
+    monkeypatch.setattr(launch, "SEGMENT", 1)
+    for op in ("linear_attention", "kda"):
+        inputs = sized(op, 330, batch=2, decay=-0.05)
+        check(op, inputs, gradients=False)
+        bounds = torch.tensor([0, 0, 3, 40, 300, 330])
+        packed = sized(op, 330, sequences=5, decay=-0.05)
+        check(op, packed, gradients=False, cu_seqlens=bounds)
+        o, final = call(op, packed, cu_seqlens=bounds, backend="triton")
+        alone = {name: x[3:4] if name == "state" else x[:, 40:300] for name, x in packed.items()}
+        one, last = call(op, alone, backend="triton")
+        assert torch.equal(one, o[:, 40:300]) and torch.equal(last[0], final[3])
+
+
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gate_norms_and_sigmoid_inside(bound: float | None, with_bias: bool) -> None:
