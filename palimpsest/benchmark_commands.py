@@ -37,6 +37,25 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     write_json(out, {**_about(), "rows": others.cpu(peers, lambda line: print(line, flush=True))})
 
 
+@benchmark.command
+def gpu(*, out: Path) -> None:
+    """Check the GPU kernels against float64 and time them. Two minutes on a GPU that has nothing else to do.
+
+    Parameters
+    ----------
+    out
+        The file to write: every error, every median beside its floor, the machine, the commit and the command.
+    """
+    check_json(out)
+    from palimpsest import benchmark_gpu, ops
+
+    runs, reason = next((runs, reason) for name, runs, reason in ops.backends() if name == "triton")
+    if not runs or not benchmark_gpu.available():
+        raise InputError(f"benchmark gpu: cannot run here: {reason if not runs else 'there is no CUDA device'}")
+    rows = benchmark_gpu.all_tables(lambda line: print(line, flush=True))
+    write_json(out, {**_about(), "device": benchmark_gpu.device(), "rows": rows})
+
+
 def _device(name: str) -> torch.device:
     import torch
 

@@ -1,9 +1,12 @@
 """What is timed is what is said to be timed, and bytes come from real states."""
 
+from pathlib import Path
+
+import pytest
 import torch
 
 import palimpsest as pal
-from palimpsest import benchmark
+from palimpsest import benchmark, benchmark_commands, benchmark_gpu
 
 
 def test_bytes_grow_with_every_token_for_attention_and_stay_for_recurrent_memories():
@@ -38,3 +41,15 @@ def test_the_median_ignores_the_first_run():
     calls = []
     benchmark.median_seconds(lambda: calls.append(1), repeats=3)
     assert len(calls) == 4
+
+
+def test_the_gpu_benchmark_is_refused_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark_gpu, "available", lambda: False)
+    with pytest.raises(pal.InputError, match="benchmark gpu: cannot run here: "):
+        benchmark_commands.gpu(out=tmp_path / "gpu.json")
+    assert not (tmp_path / "gpu.json").exists()
+
+
+def test_floors_count_every_input_and_output_once() -> None:
+    # q, k, v, g and o of two bytes, beta, and a float32 state
+    assert benchmark_gpu.floor_ms("kda", 1, 10, 2, 1e3) == (2 * 10 * 2 * (5 * 128 + 1) + 4 * 2 * 128 * 128)

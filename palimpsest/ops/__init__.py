@@ -9,6 +9,12 @@ tokens returns the state it was given. T = 0 returns the state that was given, o
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import os
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -50,6 +56,7 @@ __all__ = [
     "short_conv",
 ]
 
+TRITON_WIDEST = 256  # key channels that a GPU program holds in registers
 BACKENDS = ("reference", "chunked", "triton", "cpu")
 Gate = tuple[Tensor, Tensor | None, float | None]  # A_log, dt_bias, lower_bound
 
@@ -199,12 +206,15 @@ def choose(
         for name, available, reason in backends():
             if name == backend and not available:
                 raise ValueError(f"backend {backend!r} cannot run here: {reason}")
-        refusal = cpu.refusal(dtype, device, key_dim) if backend == "cpu" else None
+        refusals = {"cpu": cpu.refusal, "triton": _triton_refusal}
+        refusal = refusals[backend](dtype, device, key_dim) if backend in refusals else None
         if refusal is not None:
-            raise ValueError(f"backend 'cpu' cannot run here: {refusal}")
+            raise ValueError(f"backend {backend!r} cannot run here: {refusal}")
         return backend, "asked for"
     if cpu.refusal(dtype, device, key_dim) is None:
         return "cpu", "compiled, and its work is in cache whatever the length"
+    if device.type == "cuda" and _triton_refusal(dtype, device, key_dim) is None:
+        return "triton", "GPU kernels: few tokens one by one, more by chunks of 64, state on chip"
     if tokens <= 2:
         return "reference", "one or two tokens: the recurrence itself does the least work"
     return "chunked", f"matrix products by chunks on {device.type}"
@@ -215,9 +225,38 @@ def backends() -> list[tuple[str, bool, str]]:
     return [
         ("reference", True, "token by token, any device and dtype"),
         ("chunked", True, "matrix products, any device"),
-        ("triton", False, "no GPU kernels in this version"),
+        ("triton", *_triton_runs()),
         ("cpu", cpu.library()[0] is not None, cpu.library()[1]),
     ]
+
+
+@functools.cache
+def _triton_runs() -> tuple[bool, str]:
+    """Whether GPU kernels run here, and why."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True, "kernels under triton's interpreter, for their arithmetic and not for speed"
+    if not torch.cuda.is_available():
+        return False, "there is no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return False, f"the GPU has compute capability {major}.{minor}; the kernels need 8.0"
+    return True, f"kernels compiled for {torch.cuda.get_device_name()} when first used"
+
+
+def _triton_refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> str | None:
+    """Why these inputs are not for the GPU kernels, or None."""
+    runs, reason = _triton_runs()
+    if not runs:
+        return reason
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {device.type}"
+    if dtype == torch.float64:
+        return "the inputs are float64"
+    if key_dim > TRITON_WIDEST:
+        return f"there are {key_dim} key channels, more than {TRITON_WIDEST}"
+    return None
 
 
 def _run(
@@ -249,6 +288,10 @@ def _run(
     if name == "cpu" and not in_graph and not learns:
         o, final = cpu.fused(q, k, v, g, beta, state, lengths, factor, qk_l2norm, beta_is_logit, gate)
         return o.to(out_dtype), final
+    if name == "triton" and not in_graph and q.shape[1] and q.shape[0]:
+        from palimpsest.ops import triton
+
+        return triton.recurrence(q, k, v, g, beta, state, lengths, factor, qk_l2norm, beta_is_logit, gate)
     if g is not None:
         g = g if g.dim() == 4 else g.unsqueeze(-1)
         g = g if gate is None else kda_gate(g, *gate)
@@ -287,6 +330,10 @@ def _dispatch(
     name = name or choose(q.shape[1], q.device, None, q.dtype, q.shape[-1])[0]
     if name == "cpu":
         return cpu.differentiable(q, k, v, g, beta, state, lengths)
+    if name == "triton" and q.shape[1] and q.shape[0]:
+        from palimpsest.ops import triton
+
+        return triton.recurrence(q, k, v, g, beta, state, lengths, 1.0, False, False, None)
     if name == "reference":
         return recurrence(q, k, v, g, beta, state, lengths)
     return chunked(q, k, v, g, beta, state, lengths, chunk_size)
@@ -346,7 +393,7 @@ def document_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} with shape {list(cu_seqlens.shape)}; it must be int32 or int64 [N+1]"
         )
-    bounds = cu_seqlens.tolist()
+    bounds = _boundaries(cu_seqlens)
     if not bounds or bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")
     if bounds[-1] != tokens:
@@ -355,3 +402,19 @@ def document_lengths(cu_seqlens: Tensor, batch: int, tokens: int) -> list[int]:
     if min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens is {bounds}; it must not decrease")
     return lengths
+
+
+def _boundaries(cu_seqlens: Tensor) -> list[int]:
+    """The values of a tensor, read once for as long as it stays the same: reading waits for the device, and every layer of a
+    model gets the same boundaries."""
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():  # nothing to wait for; or its changes are not counted
+        return cu_seqlens.tolist()
+    global _read
+    tensor, version, values = _read
+    if tensor() is not cu_seqlens or version != cu_seqlens._version:
+        values = cu_seqlens.tolist()
+        _read = (weakref.ref(cu_seqlens), cu_seqlens._version, values)
+    return values
+
+
+_read: tuple[Callable[[], Tensor | None], int, list[int]] = (lambda: None, 0, [])
