@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -136,7 +135,7 @@ def contents(state: State) -> list[Tensor]:
 @pytest.mark.parametrize("preset", ["smollm2-tiny", "qwen3-next-tiny", "kimi-k3-tiny", "gated-deltanet-tiny"])
 def test_two_futures_of_one_state(preset: str, mode: Any) -> None:
     """The state passed in still holds what it held, also where rows are appended in place behind it."""
-    model = make_model(preset)
+    model = make_model(preset).double()  # whose answers rounding does not part
     ids = make_ids(model, 2, 60)
     with mode():
         state = model(ids[:, :5]).state
@@ -153,15 +152,14 @@ def test_two_futures_of_one_state(preset: str, mode: Any) -> None:
                 logits[name].append(out.logits)
             assert state.lengths == lengths == (9, 9)
             assert all(torch.equal(a, b) for a, b in zip(state_tensors(state), held, strict=True))
-        exact = copy.deepcopy(model).double()
         for name, tokens in (("first", first), ("second", second)):
-            expected = exact(torch.cat([ids[:, :9], tokens], 1)).logits[:, 9:]
-            assert relative(torch.cat(logits[name], 1), expected) < 1e-5
+            expected = model(torch.cat([ids[:, :9], tokens], 1)).logits[:, 9:]
+            assert relative(torch.cat(logits[name], 1), expected) < 1e-10
         # The old state can be continued again, by several tokens, with one of them dropped behind it.
         again = model(first, state).logits
-        assert relative(again, exact(torch.cat([ids[:, :9], first], 1)).logits[:, 9:]) < 1e-5
+        assert relative(again, torch.cat(logits["first"], 1)) < 1e-10
         middle = branches["first"]
-        assert relative(model(second, middle).logits, model(torch.cat([ids[:, :9], first, second], 1)).logits[:, 15:]) < 1e-5
+        assert relative(model(second, middle).logits, model(torch.cat([ids[:, :9], first, second], 1)).logits[:, 15:]) < 1e-10
 
 
 def test_modes_can_change_between_tokens() -> None:
