@@ -31,6 +31,8 @@ GROUPS = {
             ("scan_back", {"num_stages": 1}),
             ("scan", {"num_stages": 1}),
             ("pairs_back", {"num_warps": 8}),
+            ("chunk_back", {"BK": 32}),
+            ("solve", {"maxnreg": 168}),
         )
     },
     **{
