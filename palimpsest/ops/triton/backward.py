@@ -332,7 +332,7 @@ def through_decay(
     parts, safe = parts_of(table, decay, DT)
     for part in range(parts):
         level, of_row, of_column = factors_of(table, part, safe, decay, DT)
-        inside = belongs(level)
+        inside = belongs(i, level)
         d_q, d_row, d_column = pull(
             tl.where(inside, d_p, 0.0), tl.where(inside, d_a, 0.0), d_q, d_row, d_column, q, k, of_row, of_column, ERASE, DT
         )

@@ -132,8 +132,8 @@ def factors_of(table, part, safe, g, DT: tl.constexpr):
 
 
 @triton.jit
-def belongs(level):
-    """[64,64]: the pairs of row and column that a part consists of."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+def belongs(rows, level):
+    """The pairs of row and column that a part consists of: rows [n] -> [n,n]."""
+    i, j = rows[:, None], rows[None, :]
     block, half = tl.where(level == MIDDLE, 5, level + 1), tl.where(level == MIDDLE, 0, level)
     return (i >> block == j >> block) & ((i >> half) > (j >> half))
