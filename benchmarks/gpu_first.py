@@ -11,7 +11,7 @@ import sys
 import time
 
 CHECKS = ("gradients", "company", "rho", "raw", "decay", "float32", "accuracy")
-BIG, SMALL = (1, 8192, 96), (1, 8192, 16)
+BIG, SMALL, LONG = (1, 8192, 96), (1, 8192, 16), (1, 65536, 16)
 
 
 def options(*names):
@@ -21,18 +21,23 @@ def options(*names):
 TILES, WARPS = options("BV", "num_warps", "num_stages"), options("BK", "num_warps")
 GROUPS = {
     "kernels": lambda b: b.kernels("kda", BIG),
-    "kernels gdn": lambda b: b.kernels("gated_delta_rule", BIG),
-    "training": lambda b: b.training((BIG, SMALL)),
-    "forward": lambda b: b.forward((BIG, SMALL, (8, 2048, 16), (1, 65536, 16))),
     **{
         f"{kernel} {tile}": lambda b, kernel=kernel, tile=tile: b.tiles(kernel, "kda", BIG, tile)
         for kernel, tile in (
-            ("prepare", {"BK": 32}),
-            ("scan_back", {"num_stages": 1}),
-            ("scan", {"num_stages": 1}),
-            ("pairs_back", {"num_warps": 8}),
+            ("chunk_back", {"BK": 64}),
+            ("chunk_back", {"num_warps": 4}),
+            ("chunk_back", {"maxnreg": 128}),
+            ("pairs_back", {"BV": 32}),
+            ("solve", {"maxnreg": 168}),
         )
     },
+    **{
+        f"scan {size[2]} {tile}": lambda b, size=size, tile=tile: b.sweep("scan", "kda", size, TILES(tile))
+        for size, tile in ((BIG, (64, 4, 1)), (BIG, (64, 4, 2)), (LONG, (64, 4, 1)), (LONG, (64, 4, 2)))
+    },
+    "training": lambda b: b.training((BIG, SMALL)),
+    "forward": lambda b: b.forward((BIG, SMALL, (8, 2048, 16), LONG)),
+    "step": lambda b: b.decode(),
     **{
         f"gradients {op} {more}": lambda b, op=op, more=more: b.gradients(op, **more)
         for op, more in (

@@ -259,6 +259,11 @@ def _triton_refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> s
     return None
 
 
+def triton_runs(x: Tensor) -> bool:
+    """Whether GPU kernels work on x by choice: it is on a GPU, or under test."""
+    return x.device.type == "cuda" and _triton_refusal(x.dtype, x.device, 1) is None
+
+
 def _run(
     q: Tensor,
     k: Tensor,

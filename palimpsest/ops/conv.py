@@ -19,7 +19,7 @@ def short_conv(
 
     The sum runs in float32 (float64 when x is). Raises ValueError for shapes that do not fit.
     """
-    from palimpsest.ops import document_lengths
+    from palimpsest.ops import document_lengths, triton_runs
 
     batch, tokens, channels = x.shape
     if weight.dim() != 2 or weight.shape[0] != channels:
@@ -32,6 +32,11 @@ def short_conv(
     elif tuple(state.shape) != (sequences, past, channels):
         raise ValueError(f"state has shape {list(state.shape)}; expected {[sequences, past, channels]}")
     state = state.to(x.dtype)
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (x, weight, state))
+    if x.numel() and not needs_grad and triton_runs(x):
+        from palimpsest.ops.triton import conv
+
+        return conv.short_conv(x, weight, state, lengths), _last(x, state, lengths)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     taps = weight.to(dtype).unbind(1)
     if lengths is None:
@@ -66,3 +71,12 @@ def _packed(
     rows = torch.tensor(ends, dtype=torch.long, device=x.device) + torch.arange(len(lengths), device=x.device) * past
     window = rows.unsqueeze(1) + torch.arange(past, device=x.device)
     return F.silu(total).to(x.dtype).unsqueeze(0), padded[window]
+
+
+def _last(x: Tensor, state: Tensor, lengths: list[int] | None) -> Tensor:
+    """The last W-1 inputs of every sequence, those of the state included."""
+    past = state.shape[1]
+    if lengths is None:
+        return torch.cat([state, x], 1)[:, x.shape[1] :] if x.shape[1] < past else x[:, x.shape[1] - past :].clone()
+    pieces = x[0].split(lengths)
+    return torch.stack([torch.cat([old, new])[len(new) :] for old, new in zip(state, pieces, strict=True)])

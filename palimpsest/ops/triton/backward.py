@@ -208,13 +208,15 @@ def chunk_back(
     mask = live[:, None] & (c < K)[None, :]
     key_head = head // (VALUE_HEADS // HEADS)
     rows += place * COLUMNS
+    d_o += (start * VALUE_HEADS + head) * V
+    v += start * stride_v + head * V
+    adjoint += place * CHUNK * V
+    entering += place * K * V
+    leaving += place * K * V
+    beta = tl.full([CHUNK, 1], 1.0, tl.float32)
     if ERASE:
         updates += place * CHUNK * V
-    down_q, down_k, up_k, d_keep = states_back(
-        v + start * stride_v + head * V, d_o + (start * VALUE_HEADS + head) * V, updates, adjoint + place * CHUNK * V,
-        entering + place * K * V, leaving + place * K * V, rows, c, live, stride_v,
-        VALUE_HEADS, K, V, BK, BV, GATE > 0, ERASE, DT,
-    )  # fmt: skip
+        beta = tl.load(rows + i)[:, None]
     FACTORS: tl.constexpr = COLUMNS - 2 * CHUNK
     r_q, r_k = tl.load(rows + FACTORS + i)[:, None], tl.load(rows + FACTORS + CHUNK + i)[:, None]
     unit_q = tl.load(q + (start * stride_q + key_head * K) + (row * stride_q + c[None, :]), mask=mask, other=0.0)
@@ -227,9 +229,21 @@ def chunk_back(
     d_a = d_p
     if ERASE:
         d_a = tl.load(d_overlaps + square)
+    total_q, total_k, d_column = (
+        tl.zeros([CHUNK, BK], tl.float32),
+        tl.zeros([CHUNK, BK], tl.float32),
+        tl.zeros([CHUNK, BK], tl.float32),
+    )
+    # Pairs come before states: what a product leaves is used up before the next one starts, so that few tiles live at once.
     if GATE == 0:
         one = tl.full([CHUNK, BK], 1.0, tl.float32)
-        total_q, total_k, d_column = pull(d_p, d_a, down_q, down_k, up_k, x_q, x_k, one, one, ERASE, DT)
+        total_q, total_k, d_column = pull(d_p, d_a, total_q, total_k, d_column, x_q, x_k, one, one, ERASE, DT)
+        total_q += against(d_o, VALUE_HEADS * V, beta, entering, c, live, K, V, BK, BV, False, DT)
+        if ERASE:
+            total_k -= against(adjoint, V, beta, entering, c, live, K, V, BK, BV, True, DT)
+            total_k += against(updates, V, beta, leaving, c, live, K, V, BK, BV, True, DT)
+        else:
+            total_k += against(v, stride_v, beta, leaving, c, live, K, V, BK, BV, False, DT)
         total_k += d_column
     else:
         rate = 1.0
@@ -245,8 +259,30 @@ def chunk_back(
             if BIAS:
                 raw += tl.load(bias + head).to(tl.float32)
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
-        total_q, total_k, d_log = through_decay(table, d_p, d_a, down_q, down_k, up_k, d_keep, x_q, x_k, decay, BK, ERASE, DT)
-        d_log = tl.where(mask, d_log, 0.0)
+        # A row's own key does not decay: it must leave no rounding noise in the gradient of the decay.
+        diagonal = tl.sum(tl.where(row == column, d_p, 0.0), 1)[:, None]
+        parts, safe = parts_of(table, decay, DT)
+        for part in range(parts):
+            level, of_row, of_column = factors_of(table, part, safe, decay, DT)
+            inside = belongs(i, level)
+            p, a = tl.where(inside, d_p, 0.0), tl.where(inside, d_a, 0.0)
+            total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, of_row, of_column, ERASE, DT)
+        weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
+        total_q += weight * against(d_o, VALUE_HEADS * V, beta, entering, c, live, K, V, BK, BV, False, DT)
+        if ERASE:
+            total_k -= weight * against(adjoint, V, beta, entering, c, live, K, V, BK, BV, True, DT)
+            rise = against(updates, V, beta, leaving, c, live, K, V, BK, BV, True, DT)
+        else:
+            rise = against(v, stride_v, beta, leaving, c, live, K, V, BK, BV, False, DT)
+        rise *= tl.exp2(table_sums(table, AFTER, decay, DT))
+        # The gradient of an exponential's exponent is the term itself. Terms up to the end of the chunk count for every row
+        # before theirs, those of k_up for every row after: as one difference the two sums would lose their digits.
+        d_log = table_sums(table, FROM_HERE, x_q * total_q + x_k * (total_k - d_column), DT)
+        d_log += table_sums(table, BEFORE, x_k * rise, DT)
+        d_keep = overlap(entering, leaving, c, K, V, BK, BV)
+        d_log = tl.where(mask, d_log + (d_keep * tl.exp2(tl.sum(decay, 0)))[None, :], 0.0)
+        total_q += diagonal * x_k
+        total_k += d_column + rise + diagonal * x_q
         if VECTOR:
             d_raw, part = gate_back(raw, decay, d_log, rate, lower_bound, GATE)
             out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
@@ -268,36 +304,33 @@ def chunk_back(
 
 
 @triton.jit
-def states_back(
-    v, d_o, updates, adjoint, entering, leaving, rows, c, live, stride_v,
-    VALUE_HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GATED: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr,
+def against(
+    x, stride, beta, states, c, live,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SCALED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of channels c of q_down, k_down and k_up [64,BK], and of exp(G_last) [BK], from the states on both sides."""
+    """x S^T for channels c, [64,BK]: rows of x [64,V] at a distance of `stride`, times beta if SCALED, and S [K,V]."""
     i = tl.arange(0, CHUNK)
-    down_q, down_k = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
-    up_k, d_keep = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([BK], tl.float32)
-    if ERASE:
-        beta = tl.load(rows + i)[:, None]
+    total = tl.zeros([CHUNK, BK], tl.float32)
     for block in range((V + BV - 1) // BV):
         n = block * BV + tl.arange(0, BV)
-        seen = live[:, None] & (n < V)[None, :]
-        held = i[:, None] * V + n[None, :]
-        cell = c[:, None] * V + n[None, :]
-        inside = (c < K)[:, None] & (n < V)[None, :]
+        rows = tl.load(x + (i[:, None] * stride + n[None, :]), mask=live[:, None] & (n < V)[None, :], other=0.0)
+        if SCALED:
+            rows = rows.to(tl.float32) * beta
+        state = tl.load(states + (c[:, None] * V + n[None, :]), mask=(c < K)[:, None] & (n < V)[None, :], other=0.0)
+        total = dot_add(rows, tl.trans(state), total, DT)
+    return total
+
+
+@triton.jit
+def overlap(entering, leaving, c, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """The gradient of exp(G_last) of channels c, [BK]: the state that enters times the gradient of the one that leaves."""
+    total = tl.zeros([BK], tl.float32)
+    for block in range((V + BV - 1) // BV):
+        n = block * BV + tl.arange(0, BV)
+        cell, inside = c[:, None] * V + n[None, :], (c < K)[:, None] & (n < V)[None, :]
         before, after = tl.load(entering + cell, mask=inside, other=0.0), tl.load(leaving + cell, mask=inside, other=0.0)
-        d_out = tl.load(d_o + i[:, None] * (VALUE_HEADS * V) + n[None, :], mask=seen, other=0.0)
-        down_q = dot_add(d_out, tl.trans(before), down_q, DT)
-        if ERASE:
-            y = tl.load(adjoint + held, mask=seen, other=0.0).to(tl.float32) * beta
-            down_k -= dot(y, tl.trans(before), DT)
-            x = tl.load(updates + held, mask=seen, other=0.0).to(tl.float32) * beta
-        else:
-            x = tl.load(v + i[:, None] * stride_v + n[None, :], mask=seen, other=0.0).to(tl.float32)
-        up_k = dot_add(x, tl.trans(after), up_k, DT)
-        if GATED:
-            d_keep += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-    return down_q, down_k, up_k, d_keep
+        total += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
+    return total
 
 
 @triton.jit
@@ -312,35 +345,3 @@ def gate_back(raw, decay, d_log, rate, bound, GATE: tl.constexpr):
         d_raw = bound * open * (1 - open) * rate * d_log
         part = raw * d_raw
     return d_raw, part
-
-
-@triton.jit
-def through_decay(
-    table, d_p, d_a, down_q, down_k, up_k, d_keep, q, k, decay, BK: tl.constexpr, ERASE: tl.constexpr, DT: tl.constexpr
-):  # fmt: skip
-    """Gradients of q, of k and of the log decay, [64,BK].
-
-    The gradient of an exponential's exponent is the term itself. Terms of rows up to the end of the chunk count for every row
-    before them, those of k_up for every row after: two sums in two directions, as one difference would lose their digits.
-    """
-    i = tl.arange(0, CHUNK)
-    row, column = i[:, None], i[None, :]
-    # A row's own key does not decay: it must leave no rounding noise in the gradient of the decay.
-    diagonal = tl.sum(tl.where(row == column, d_p, 0.0), 1)[:, None]
-    zero = tl.zeros([CHUNK, BK], tl.float32)
-    d_q, d_row, d_column = zero, zero, zero
-    parts, safe = parts_of(table, decay, DT)
-    for part in range(parts):
-        level, of_row, of_column = factors_of(table, part, safe, decay, DT)
-        inside = belongs(level)
-        d_q, d_row, d_column = pull(
-            tl.where(inside, d_p, 0.0), tl.where(inside, d_a, 0.0), d_q, d_row, d_column, q, k, of_row, of_column, ERASE, DT
-        )
-    weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
-    d_q += down_q * weight
-    d_row += down_k * weight
-    rise = up_k * tl.exp2(table_sums(table, AFTER, decay, DT))
-    flow = q * d_q + k * d_row - k * d_column
-    d_log = table_sums(table, FROM_HERE, flow, DT) + table_sums(table, BEFORE, k * rise, DT)
-    d_log += (d_keep * tl.exp2(tl.sum(decay, 0)))[None, :]
-    return d_q + diagonal * k, d_row + d_column + rise + diagonal * q, d_log

@@ -124,12 +124,16 @@ def factors_of(table, part, safe, g, DT: tl.constexpr):
     """The level of a part, and its factors of rows and of columns [64,BK]."""
     level = tl.where(safe, tl.where(part == 0, MIDDLE, 5), part)
     exponent = table_sums(table, PARTS + level, g, DT)
-    return level, tl.exp2(exponent), tl.exp2(tl.where(level == MIDDLE, -exponent, exponent))
+    of_row = tl.exp2(exponent)
+    of_column = of_row
+    if level == MIDDLE:
+        of_column = tl.exp2(-exponent)
+    return level, of_row, of_column
 
 
 @triton.jit
-def belongs(level):
-    """[64,64]: the pairs of row and column that a part consists of."""
-    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+def belongs(rows, level):
+    """The pairs of row and column that a part consists of: rows [n] -> [n,n]."""
+    i, j = rows[:, None], rows[None, :]
     block, half = tl.where(level == MIDDLE, 5, level + 1), tl.where(level == MIDDLE, 0, level)
     return (i >> block == j >> block) & ((i >> half) > (j >> half))

@@ -7,7 +7,6 @@ import itertools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -65,7 +64,7 @@ class Inputs(NamedTuple):
     @property
     def padded(self) -> int:
         """Key channels as the scratch tensors hold them."""
-        return max(16, triton.next_power_of_2(self.q.shape[3]))
+        return max(16, _power(self.q.shape[3]))
 
     @property
     def sequences(self) -> int:
@@ -175,6 +174,11 @@ def by_token(x: Tensor) -> Tensor:
             return x.contiguous()
         size *= x.shape[dim]
     return x if x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) else x.contiguous()
+
+
+def _power(size: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
 
 
 def _stride(x: Tensor | None) -> int:
@@ -299,13 +303,13 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
         return {"BV": 16, "num_warps": 4, "num_stages": 1}
     if kernel == "solve":
         return {"num_warps": 4, "num_stages": 1}
-    value_dim = triton.next_power_of_2(given.v.shape[3])
+    value_dim = _power(given.v.shape[3])
     if kernel == "step":
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
     if kernel == "pairs_back":
         return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
     if kernel == "chunk_back":
-        return {"BK": min(64, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
+        return {"BK": min(32, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
     if not given.half:
         return {"BV": max(16, min(32, value_dim)), "num_warps": 8, "num_stages": 1}
     # Tiles of 32 channels without prefetching meet a fault of ptxas 12.8: it uses an address before it is there.

@@ -51,25 +51,43 @@ def rsqrt_of_squares(x, stride, live, K: tl.constexpr, BK: tl.constexpr):
 def solve(a, z, beta, COLUMNS: tl.constexpr, HALF: tl.constexpr):
     """Z [slots,HV,64,64] from A, whose upper part is zero; z may be the memory of a. beta at a distance of COLUMNS.
 
-    HALF: keys have unit length, so that no number exceeds 2, and half precision holds 11 bits of each.
+    HALF: keys have unit length, so that no number exceeds 2, and half precision holds 11 bits of each. Blocks of 16 on the
+    diagonal come first, by themselves, and take the place of A's.
     """
     place = tl.program_id(0).to(tl.int64)
+    a += place * CHUNK * CHUNK
+    beta += place * COLUMNS
+    block, inner = tl.arange(0, CHUNK // 16), tl.arange(0, 16)
+    at = (block * (16 * CHUNK + 16))[:, None, None] + (inner * CHUNK)[None, :, None] + inner[None, None, :]
+    small = tl.load(a + at).to(tl.float32)
+    weak = tl.load(beta + block[:, None] * 16 + inner[None, :])
+    found = tl.where(belongs(inner, 0)[None, :, :], small, 0.0)
+    for level in range(1, 4):
+        found = join(found, tl.where(belongs(inner, level)[None, :, :], small, 0.0), weak[:, :, None], weak[:, None, :], HALF)
+    tl.debug_barrier()  # all of A's blocks are read
+    tl.store(a + at, found.to(a.dtype.element_ty))
+    tl.debug_barrier()  # all of Z's are written
     i = tl.arange(0, CHUNK)
-    row, column = i[:, None], i[None, :]
-    square = row * CHUNK + column
-    full = tl.load(a + place * CHUNK * CHUNK + square).to(tl.float32)
-    strength = tl.load(beta + place * COLUMNS + i)
-    found = tl.where(belongs(0), full, 0.0)
-    for level in range(1, 6):
-        b = tl.where(belongs(level), full, 0.0)
-        if HALF:
-            narrow = found.to(tl.float16)
-            w = b - tl.dot(narrow, (b * strength[:, None]).to(tl.float16))
-            found += w - tl.dot((w * strength[None, :]).to(tl.float16), narrow)
-        else:
-            w = b - tl.dot(found, b * strength[:, None], input_precision="tf32x3")
-            found += w - tl.dot(w * strength[None, :], found, input_precision="tf32x3")
-    tl.store(z + place * CHUNK * CHUNK + square, found.to(z.dtype.element_ty))
+    square = i[:, None] * CHUNK + i[None, :]
+    full = tl.load(a + square).to(tl.float32)
+    strength = tl.load(beta + i)
+    whole = tl.where(i[:, None] // 16 == i[None, :] // 16, full, 0.0)
+    for level in range(4, 6):
+        whole = join(whole, tl.where(belongs(i, level), full, 0.0), strength[:, None], strength[None, :], HALF)
+    tl.debug_barrier()
+    tl.store(z + place * CHUNK * CHUNK + square, whole.to(z.dtype.element_ty))
+
+
+@triton.jit
+def join(z, b, of_row, of_column, HALF: tl.constexpr):
+    """Z of blocks of twice the size: b holds what lies between their halves."""
+    if HALF:
+        narrow = z.to(tl.float16)
+        w = b - tl.dot(narrow, (b * of_row).to(tl.float16))
+        return z + w - tl.dot((w * of_column).to(tl.float16), narrow)
+    else:
+        w = b - tl.dot(z, b * of_row, input_precision="tf32x3")
+        return z + w - tl.dot(w * of_column, z, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -131,7 +149,7 @@ def prepare_vector(
         parts, safe = parts_of(table, decay, DT)
         for part in range(parts):
             level, of_row, of_column = factors_of(table, part, safe, decay, DT)
-            columns, inside = tl.trans((x_k * of_column).to(DT)), belongs(level)
+            columns, inside = tl.trans((x_k * of_column).to(DT)), belongs(i, level)
             p += tl.where(inside, dot(x_q * of_row, columns, DT), 0.0)
             a += tl.where(inside, dot(x_k * of_row, columns, DT), 0.0)
     square = row * CHUNK + column

@@ -1,0 +1,74 @@
+"""Every kernel compiled for compute capability 9.0, without a GPU: it fits, and reads no register before it is written."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.machine_code import Recorder, compiled, disassembly, unwritten
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
+SHARED_BYTES = 232_448  # of one program on compute capability 9.0
+
+
+def launches(op: str, key_dim: int, value_dim: int, heads: int, dtype: torch.dtype, monkeypatch: Any) -> list[Any]:
+    """What a forward and a backward pass launch, with arguments."""
+    from palimpsest.ops.triton import autograd, launch
+
+    found: list[Any] = []
+    for module in (launch, autograd):
+        for name in ("prepare_vector", "prepare_scalar", "solve", "scan", "step", "scan_back", "pairs_back", "chunk_back"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
+    q, v = torch.empty(1, 128, heads, key_dim, dtype=dtype), torch.empty(1, 128, heads, value_dim, dtype=dtype)
+    gated, erases = op in ("kda", "gated_delta_rule"), op != "linear_attention"
+    g = None if not gated else torch.empty_like(q) if op == "kda" else torch.empty_like(q[..., 0])
+    gate = (torch.empty(heads), torch.empty(heads * (key_dim if op == "kda" else 1))) if gated else (None, None)
+    fields = (q, q, v, g, torch.empty_like(q[..., 0]) if erases else None, torch.empty(1, heads, key_dim, value_dim), *gate)
+    given = launch.Inputs(*fields, None, 0.1, -5.0 if op == "kda" else None, erases, erases, 0)  # type: ignore
+    launch.few(given, *launch.results(given))
+    autograd.gradients(given, *launch.results(given))
+    return found
+
+
+@pytest.mark.parametrize("heads", [2, 64])
+@pytest.mark.parametrize("op", ["linear_attention", "delta_rule", "gated_delta_rule", "kda"])
+def test_half_precision(op: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(launches(op, 128, 128, heads, torch.bfloat16, monkeypatch))
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 64), (96, 64), (256, 256)])
+def test_other_sizes(key_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(launches("kda", key_dim, value_dim, 2, torch.bfloat16, monkeypatch))
+
+
+def test_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(launches("kda", 64, 64, 2, torch.float32, monkeypatch))
+
+
+def check(found: list[Any]) -> None:
+    assert len(found) >= 6
+    for kernel, args, options in found:
+        result = compiled(kernel, args, options)
+        assert result.metadata.shared <= SHARED_BYTES, kernel.__name__
+        assert unwritten(disassembly(result)) == [], kernel.__name__
+
+
+def test_the_check_can_fail() -> None:
+    listing = """
+        /*0000*/                   UMOV UR4, 0x400 ;
+        /*0010*/                   UIADD3 UR5, UR4, 0x40, URZ ;
+        /*0020*/              @P0 BRA `(.L_x_1) ;
+        /*0030*/                   UIADD3 UR6, UP1, UR6, 0x40, URZ ;
+.L_x_1:
+        /*0040*/                   HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR8], R24 ;
+        /*0050*/                   EXIT ;
+"""
+    assert unwritten(listing) == [
+        "UIADD3 UR6, UP1, UR6, 0x40, URZ",
+        "HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR8], R24",
+    ]
