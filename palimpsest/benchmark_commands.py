@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -38,21 +39,26 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
 
 
 @benchmark.command
-def gpu(*, out: Path) -> None:
+def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) -> None:
     """Check the GPU kernels against float64 and time them. Two minutes on a GPU that has nothing else to do.
 
     Parameters
     ----------
     out
         The file to write: every error, every median beside its floor, the machine, the commit and the command.
+    peers
+        Also run flash-linear-attention, where it is installed, and torch's softmax attention on the same inputs.
     """
     check_json(out)
-    from palimpsest import benchmark_gpu, ops
+    from palimpsest import benchmark_gpu, ops, peers_gpu
 
     runs, reason = next((runs, reason) for name, runs, reason in ops.backends() if name == "triton")
     if not runs or not benchmark_gpu.available():
         raise InputError(f"benchmark gpu: cannot run here: {reason if not runs else 'there is no CUDA device'}")
-    rows = benchmark_gpu.all_tables(lambda line: print(line, flush=True))
+    say = partial(print, flush=True)
+    rows = benchmark_gpu.all_tables(say)
+    if peers:
+        rows += benchmark_gpu.report(peers_gpu.tables(), say)
     write_json(out, {**_about(), "device": benchmark_gpu.device(), "rows": rows})
 
 
