@@ -2,11 +2,12 @@
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day."}]}     one a line
 
-A tokenizer with <|im_start|> and <|im_end|> gets ChatML; any other
+A tokenizer with a chat template, or Kimi K3's, has its own form (chat.py); one with <|im_start|> and <|im_end|> gets ChatML;
+any other
 
     User: Hello <newline> Assistant: Good day. <end of text>
 
-Contents are encoded by themselves, so that no text in them can end a turn or begin one. Conversations are packed whole into
+No text in a content can end a turn or begin one. Conversations are packed whole into
 windows of `context_length` tokens and never see each other; what a window has left is filled with end-of-text tokens.
 """
 
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from palimpsest import chat
 from palimpsest.config import InputError
 from palimpsest.tokenizer import Tokenizer
 
@@ -70,7 +72,12 @@ def _conversation(line: str, where: str) -> list[Message]:
 
 
 def encode(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """The ids of a conversation, and which of them an answer is made of, its end included."""
+    """The ids of a conversation, and which of them an answer is made of, its end included.
+
+    Raises InputError for a template that writes what came before an answer otherwise once the answer is there.
+    """
+    if chat.can_encode(tokenizer):
+        return _by_template(messages, tokenizer)
     ids: list[int] = []
     learned: list[bool] = []
     for message in messages:
@@ -83,8 +90,26 @@ def encode(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int]
     return ids, learned
 
 
+def _by_template(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """An answer is what its message adds to the prompt before it."""
+    ids = chat.encode(tokenizer, messages, add_generation_prompt=False)
+    learned = [False] * len(ids)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = chat.encode(tokenizer, messages[:number])
+            whole = chat.encode(tokenizer, messages[: number + 1], add_generation_prompt=False)
+            if whole[: len(before)] != before or ids[: len(whole)] != whole:
+                raise InputError(
+                    f"chat_template: message {number} changes what stands before it, so it cannot be learned alone"
+                )
+            learned[len(before) : len(whole)] = [True] * (len(whole) - len(before))
+    return ids, learned
+
+
 def prompt(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
     """The ids behind which an answer comes; generate from them."""
+    if chat.can_encode(tokenizer):
+        return chat.encode(tokenizer, messages)
     return encode(messages, tokenizer)[0] + _around("assistant", tokenizer)[0]
 
 

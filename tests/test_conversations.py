@@ -60,6 +60,29 @@ def test_the_answers_and_their_ends_are_learned() -> None:
         assert ids[: len(front)] == front
 
 
+def test_a_template_says_the_form() -> None:
+    """What a template writes around an answer is learned as the model will have to write it: its text and its end."""
+    tokenizer = chatml()
+    tokenizer.config["chat_template"] = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    talk = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho <|im_end|>"},
+        {"role": "user", "content": "?"},
+    ]
+    ids, learned = conversations.encode(talk, tokenizer)
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>user: Hi<|im_end|><|im_start|>assistant: Ho <|im_end|><|im_end|><|im_start|>user: ?<|im_end|>"
+    )
+    assert tokenizer.decode([i for i, is_learned in zip(ids, learned, strict=True) if is_learned]) == "Ho <|im_end|><|im_end|>"
+    assert tokenizer.decode(conversations.prompt(talk[:1], tokenizer)).endswith("<|im_end|><|im_start|>assistant: ")
+    tokenizer.config["chat_template"] = "{% for m in messages %}{{ messages | length }}{{ m.content }}{% endfor %}"
+    with pytest.raises(pal.InputError, match="message 1 changes what stands before it"):
+        conversations.encode(talk, tokenizer)
+
+
 def test_a_message_cannot_forge_a_turn() -> None:
     tokenizer = chatml()
     (end,) = tokenizer.encode(conversations.END, allow_special=True)
