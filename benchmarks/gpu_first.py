@@ -24,6 +24,7 @@ GROUPS = {
     **{
         f"{kernel} {tile}": lambda b, kernel=kernel, tile=tile: b.tiles(kernel, "kda", BIG, tile)
         for kernel, tile in (
+            ("prepare", {"BK": 32}),
             ("chunk_back", {"BK": 64}),
             ("chunk_back", {"num_warps": 4}),
             ("chunk_back", {"maxnreg": 128}),
