@@ -282,6 +282,19 @@ def kernels(op: str, size: tuple[int, int, int]) -> Iterator[Row]:
         yield {"work": f"{op} {size[0]}x{size[1]}x{size[2]} {event.key[:40]}", "ms": ms, "calls": event.count // runs}
 
 
+def step_tiles(options: list[dict[str, int]], batch: int = 32, heads: int = 32) -> Iterator[Row]:
+    """A decoding step with other tiles and warps."""
+    from palimpsest.ops.triton import launch
+
+    usual = launch.config
+    for option in options:
+        launch.config = lambda x, name, *rest, option=option: usual(x, name, *rest) | option
+        try:
+            yield _attempt({"work": f"kda step {batch}x1x{heads} {option}"}, lambda: _step(batch, heads))
+        finally:
+            launch.config = usual
+
+
 def sweep(
     kernel: str, op: str, size: tuple[int, int, int], options: list[dict[str, int]], dtype: torch.dtype = torch.bfloat16
 ) -> Iterator[Row]:

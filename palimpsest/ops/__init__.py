@@ -214,7 +214,9 @@ def choose(
     if cpu.refusal(dtype, device, key_dim) is None:
         return "cpu", "compiled, and its work is in cache whatever the length"
     if device.type == "cuda" and _triton_refusal(dtype, device, key_dim) is None:
-        return "triton", "GPU kernels: few tokens one by one, more by chunks of 64, state on chip"
+        if _is_measured(device):
+            return "triton", "GPU kernels: few tokens one by one, more by chunks of 64, state on chip"
+        return "chunked", 'matrix products by chunks; the GPU kernels are measured on compute capability 9.0: backend="triton"'
     if tokens <= 2:
         return "reference", "one or two tokens: the recurrence itself does the least work"
     return "chunked", f"matrix products by chunks on {device.type}"
@@ -245,6 +247,12 @@ def _triton_runs() -> tuple[bool, str]:
     return True, f"kernels compiled for {torch.cuda.get_device_name()} when first used"
 
 
+@functools.cache
+def _is_measured(device: torch.device) -> bool:
+    """Whether this GPU is of the kind that the kernels' errors and times were measured on."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _triton_refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> str | None:
     """Why these inputs are not for the GPU kernels, or None."""
     runs, reason = _triton_runs()
@@ -260,8 +268,8 @@ def _triton_refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> s
 
 
 def triton_runs(x: Tensor) -> bool:
-    """Whether GPU kernels work on x by choice: it is on a GPU, or under test."""
-    return x.device.type == "cuda" and _triton_refusal(x.dtype, x.device, 1) is None
+    """Whether GPU kernels work on x by choice."""
+    return x.device.type == "cuda" and _triton_refusal(x.dtype, x.device, 1) is None and _is_measured(x.device)
 
 
 def _run(

@@ -41,9 +41,9 @@ def test_half_precision(op: str, heads: int, monkeypatch: pytest.MonkeyPatch) ->
     check(launches(op, 128, 128, heads, torch.bfloat16, monkeypatch))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 64), (96, 64), (256, 256)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 64), (96, 64), (128, 32), (256, 32), (256, 256)])
 def test_other_sizes(key_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(launches("kda", key_dim, value_dim, 2, torch.bfloat16, monkeypatch))
+    check(launches("kda", key_dim, value_dim, 256, torch.bfloat16, monkeypatch))
 
 
 def test_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:

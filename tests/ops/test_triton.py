@@ -183,10 +183,17 @@ def test_between_the_passes_only_inputs_are_kept() -> None:
     assert sum(kept) == sum(x.numel() for x in leaves.values())
 
 
-def test_chosen_by_name_and_refused_with_a_reason() -> None:
+def test_chosen_and_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ops.choose(100, torch.device("cpu"), "triton") == ("triton", "asked for")
     with pytest.raises(ValueError, match="backend 'triton' cannot run here: the inputs are float64"):
         call("kda", cast(sized("kda", 3), torch.float64), backend="triton")
+    gpu, measured = torch.device("cuda"), [True]
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "_is_measured", lambda device: measured[0])
+        assert ops.choose(100, gpu)[0] == ops.choose(1, gpu, dtype=torch.bfloat16)[0] == "triton"
+        assert ops.choose(100, gpu, dtype=torch.float64)[0] == ops.choose(100, gpu, key_dim=257)[0] == "chunked"
+        measured[0] = False
+        assert ops.choose(100, gpu)[0] == "chunked" and "9.0" in ops.choose(100, gpu)[1]
     with pytest.raises(ValueError, match="more than 256"):
         call("delta_rule", sized("delta_rule", 3, key_dim=300), backend="triton")
 

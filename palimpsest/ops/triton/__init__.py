@@ -32,6 +32,9 @@ def recurrence(
     gate: tuple[Tensor, Tensor | None, float | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Arguments as of `ops.kda`; g [B,T,HV,K] or [B,T,HV], raw with `gate`. Returns o in v's dtype and the float32 state."""
+    if q.is_cuda and q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device):  # kernels are launched on the current device
+            return recurrence(q, k, v, g, beta, state, lengths, scale, normalise, beta_is_logit, gate)
     rate, bias, bound = gate or (None, None, None)
     parts = [None if x is None else by_token(x) for x in (q, k, v, g, beta)]
     whole = [None if x is None else x.contiguous() for x in (state, rate, bias)]

@@ -67,7 +67,7 @@ def scan_back(
         out = d_o + (start * VALUE_HEADS + head) * V + (i[:, None] * (VALUE_HEADS * V) + n[None, :])
         d_out = tl.load(out, mask=seen, other=0.0)
         if VECTOR:
-            rest = tl.load(keep + place * KP + c)[:, None]
+            rest = tl.load(keep + place * KP + c)
             b_up = tl.load(k_up + place * CHUNK * KP + tile)
             b_q = tl.load(q + place * CHUNK * KP + tile)
         else:
@@ -89,7 +89,9 @@ def scan_back(
                 b_down = b_up
         tl.store(leaving + place * K * V + cell, state.to(leaving.dtype.element_ty), mask=inside)
         d_x = dot(b_up, state, DT)
-        if GATED:
+        if VECTOR:
+            state *= rest[:, None]
+        elif GATED:
             state *= rest
         if VECTOR:
             state = dot_add(tl.trans(b_q), d_out, state, DT)

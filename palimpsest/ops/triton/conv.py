@@ -51,6 +51,9 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def short_conv(x: Tensor, weight: Tensor, state: Tensor, lengths: list[int] | None) -> Tensor:
     """x [B,T,C], weight [C,W], state [B or N,W-1,C] -> y [B,T,C] in x's dtype; sums in float32. No gradient."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return short_conv(x, weight, state, lengths)
     batch, tokens, channels = x.shape
     if x.stride(2) != 1 or (batch > 1 and x.stride(0) != tokens * x.stride(1)):
         x = x.contiguous()

@@ -314,8 +314,10 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
         return {"BV": max(16, min(32, value_dim)), "num_warps": 8, "num_stages": 1}
     # Tiles of 32 channels without prefetching meet a fault of ptxas 12.8: it uses an address before it is there.
     if wide:
-        return {"BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
-    # The fewer programs there are, the narrower and the deeper their pipelines; every column is computed the same in all.
+        return {"BV": 64 if value_dim >= 64 else 16, "num_warps": 8, "num_stages": 1}
+    # The fewer programs there are, the narrower and the deeper their pipelines; without one two share a multiprocessor. Every
+    # column is computed the same in all.
     columns = (sequences or given.sequences) * given.v.shape[2] * value_dim
-    width, depth = (16, 3) if columns <= IDLE else (32, 2) if columns <= 2 * IDLE else (64, 2)
-    return {"BV": max(16, min(width, value_dim)), "num_warps": 4, "num_stages": depth}
+    width = 16 if columns <= IDLE else 32 if columns <= 2 * IDLE else 64
+    width = max(16, min(width, value_dim))
+    return {"BV": width, "num_warps": 4, "num_stages": {16: 3, 32: 2}.get(width, 1)}

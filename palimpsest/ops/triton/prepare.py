@@ -21,14 +21,15 @@ import triton.language as tl
 from palimpsest.ops.triton.gates import (
     AFTER,
     CHUNK,
+    MIDDLE,
+    PARTS,
+    SAFE,
     UP_TO,
     belongs,
     chunk_of,
     dot,
-    factors_of,
     log_decay,
     ones,
-    parts_of,
     sums,
     table_sums,
 )
@@ -129,6 +130,10 @@ def prepare_vector(
     if GATE > 1:
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    square = row * CHUNK + column
+    # Read once, these stay in shared memory.
+    up_to, after = tl.load(table + UP_TO * CHUNK * CHUNK + square), tl.load(table + AFTER * CHUNK * CHUNK + square)
+    middle = tl.load(table + (PARTS + MIDDLE) * CHUNK * CHUNK + square)
     for block in range(KP // BK):
         c = block * BK + tl.arange(0, BK)
         mask = live[:, None] & (c < K)[None, :]
@@ -140,19 +145,25 @@ def prepare_vector(
         decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
         out = row * KP + c[None, :]
         tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
-        weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
+        weight = tl.exp2(sums(up_to, decay, DT))
         tl.store(q_down + out, (x_q * weight).to(DT))
         tl.store(k_down + out, (x_k * weight).to(DT))
-        weight = tl.exp2(table_sums(table, AFTER, decay, DT))
+        weight = tl.exp2(sums(after, decay, DT))
         tl.store(k_up + out, (x_k * weight).to(DT))
         p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
-        parts, safe = parts_of(table, decay, DT)
-        for part in range(parts):
-            level, of_row, of_column = factors_of(table, part, safe, decay, DT)
-            columns, inside = tl.trans((x_k * of_column).to(DT)), belongs(i, level)
-            p += tl.where(inside, dot(x_q * of_row, columns, DT), 0.0)
-            a += tl.where(inside, dot(x_k * of_row, columns, DT), 0.0)
-    square = row * CHUNK + column
+        offset = sums(middle, decay, DT)
+        safe = tl.max(tl.abs(offset)) <= SAFE
+        if safe:
+            columns, inside = tl.trans((x_k * tl.exp2(-offset)).to(DT)), belongs(i, MIDDLE)
+            weight = tl.exp2(offset)
+            p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
+            a += tl.where(inside, dot(x_k * weight, columns, DT), 0.0)
+        for level in range(tl.where(safe, 5, 0), 6):
+            weight = tl.exp2(table_sums(table, PARTS + level, decay, DT))
+            lower = (x_k * weight).to(DT)
+            columns, inside = tl.trans(lower), belongs(i, level)
+            p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
+            a += tl.where(inside, dot(lower, columns, DT), 0.0)
     tl.store(reads + square, p.to(DT))
     tl.store(overlaps + place * CHUNK * CHUNK + square, a.to(overlaps.dtype.element_ty))
 

@@ -60,7 +60,7 @@ def scan(
         # other the second starts before the first is looked at.
         x = tl.load(v + (start * stride_v + head * V) + (i[:, None] * stride_v + n[None, :]), mask=seen, other=0.0)
         if VECTOR:
-            rest = tl.load(keep + place * KP + c)[:, None]
+            rest = tl.load(keep + place * KP + c)
             b_q = tl.load(q + place * CHUNK * KP + tile)
             b_up = tl.load(k_up + place * CHUNK * KP + tile)
         else:
@@ -102,7 +102,9 @@ def scan(
             if not VECTOR:
                 read *= read_by
             read = dot_add(b_reads, update, read, DT)
-        if GATED:
+        if VECTOR:
+            state *= rest[:, None]
+        elif GATED:
             state *= rest
         if not VECTOR:
             update *= write_by
