@@ -13,7 +13,7 @@ was remembered, or on guesses: in float32 the same tokens; in lower precision pr
 """
 
 from palimpsest.engine.request import Constraint, Piece, Request, Ticket, TokenScore
-from palimpsest.engine.scheduler import Engine
+from palimpsest.engine.scheduler import ContextExceeded, Engine
 from palimpsest.engine.worker import Worker
 
-__all__ = ["Constraint", "Engine", "Piece", "Request", "Ticket", "TokenScore", "Worker"]
+__all__ = ["Constraint", "ContextExceeded", "Engine", "Piece", "Request", "Ticket", "TokenScore", "Worker"]

@@ -118,9 +118,9 @@ class Answer:
         logits = logits[: self.row.vocab_size]
         try:
             token = draw(self._adjusted(logits), self.request.sampling, self.row.generator)
-        except InputError as error:
+            complete = self.constraint is not None and self.constraint.accept(token)
+        except (InputError, ValueError, RuntimeError) as error:  # this answer's own: damaged logits, a broken constraint
             return self.end("failed", str(error))
-        complete = self.constraint is not None and self.constraint.accept(token)
         text = self.row.take(token)
         if self.row.end_id != token:
             self.ids.append(token)

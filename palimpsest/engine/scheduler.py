@@ -21,6 +21,10 @@ from palimpsest.tokenizer import Tokenizer
 HEADROOM = 64  # tokens that must fit behind every sequence when another one comes in
 
 
+class ContextExceeded(InputError):
+    """A prompt that leaves no room for an answer."""
+
+
 class Reading:
     """Tokens that are read before answers can be drawn: a prompt, or an answer that gave way and is read again."""
 
@@ -68,8 +72,8 @@ class Engine:
 
     # From any thread.
 
-    def submit(self, request: Request, deliver: Callable[[Piece], None]) -> Ticket:
-        """Queues a request. InputError, before any work, for a prompt that is empty, foreign or too long."""
+    def check(self, request: Request) -> None:
+        """InputError for a prompt that is empty, foreign or too long, for too many answers, and for unknown tokens."""
         size, limit = len(request.prompt), self.context_tokens
         if not size:
             raise InputError("the prompt is empty; give at least one token")
@@ -78,12 +82,17 @@ class Engine:
         if wrong is not None:
             raise InputError(f"the prompt holds token {wrong}; this model's vocabulary is 0..{top}")
         if limit is not None and size >= limit:
-            raise InputError(f"the prompt has {size} tokens and the context {limit}; shorten the prompt")
+            raise ContextExceeded(f"the prompt has {size} tokens and the context {limit}; shorten the prompt")
         if request.n > self.most_running or self.cost.of([size + 1] * request.n) > self.memory_bytes:
             raise InputError(f"n is {request.n}: so many answers do not fit; ask for fewer at a time")
         outside = next((token for token in request.logit_bias if not 0 <= token < self.tokenizer.vocab_size), None)
         if outside is not None:
             raise InputError(f"logit_bias names token {outside}; the tokens are 0..{self.tokenizer.vocab_size - 1}")
+
+    def submit(self, request: Request, deliver: Callable[[Piece], None]) -> Ticket:
+        """Queues a request, after `check`. `deliver` is called with every piece of its answers and must not raise."""
+        self.check(request)
+        size, limit = len(request.prompt), self.context_tokens
         ticket = Ticket(request, deliver)
         room = request.sampling.max_new_tokens if limit is None else min(request.sampling.max_new_tokens, limit - size)
         ticket.answers = [
@@ -114,7 +123,9 @@ class Engine:
 
     def held_bytes(self, kind: str | None = None) -> int:
         """Bytes of the running states; kinds as in `State.num_bytes`."""
-        states = [batch.state for batch in self.batches] + [each.state for each in self.reading if each.state is not None]
+        # Other threads ask too, while a round goes on.
+        states = [batch.state for batch in self.batches]
+        states += [state for each in list(self.reading) if (state := each.state) is not None]
         return sum(state.num_bytes(kind) for state in states)  # type: ignore[arg-type]
 
     @torch.inference_mode()

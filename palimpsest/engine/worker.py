@@ -30,6 +30,10 @@ class Worker:
         self.engine.cancel(ticket)
         self._notify()
 
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Ends the thread after the round that runs; what is unfinished fails."""
         self._stopping = True

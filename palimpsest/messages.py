@@ -1,0 +1,43 @@
+"""Chat messages to token ids, by what the tokenizer says about conversations or, where it says nothing, as plain lines."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palimpsest.config import InputError
+from palimpsest.tokenizer import Tokenizer
+
+
+def message_ids(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """The ids of a conversation up to where the model answers.
+
+    Messages have a role and a text as content; tools are OpenAI's. Raises InputError for tools without a template, and as
+    the template does.
+    """
+    if has_template(tokenizer):
+        return _templates().encode(tokenizer, messages, tools)
+    if tools:
+        raise InputError("tools were given; this model's tokenizer has no chat template to show them with")
+    lines = [f"{str(message['role']).capitalize()}: {message.get('content') or ''}\n" for message in messages]
+    return tokenizer.encode("".join(lines) + "Assistant:")
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer says how a conversation looks."""
+    return _templates() is not None and _templates().can_encode(tokenizer)
+
+
+def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What ends an answer beside the end token: without a template, the model writing the user's next line."""
+    return () if has_template(tokenizer) else ("\nUser:",)
+
+
+def _templates() -> Any:
+    """The module of chat templates, None in a tree that has none."""
+    name = "palimpsest.chat"
+    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None
