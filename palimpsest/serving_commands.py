@@ -83,24 +83,27 @@ def serve(
     from palimpsest.progress import keep_memory
 
     keep_memory()
-    listener = _listen(host, port)
-    model, tokenizer = open_model(folder, device)
-    engine = Engine(model, tokenizer, budget, cache, context, most_running=running, guess_tokens=guesses)
-    local = host in ("127.0.0.1", "localhost", "::1")
-    settings = Settings(name or folder.resolve().name, api_key, queued, local_only=local)
-    config = uvicorn.Config(
-        create_app(Worker(engine), settings),
-        log_level="warning",
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
-        timeout_graceful_shutdown=DRAIN_S,
-        server_header=False,
-    )
-    where = f"[{host}]" if ":" in host else host
-    limit = "any length" if engine.context_tokens is None else f"{engine.context_tokens} tokens"
-    print(f"{settings.model_name} at http://{where}:{listener.getsockname()[1]} (context: {limit}); Ctrl-C ends it", flush=True)
-    if not local and api_key is None:
-        print("anybody who reaches this address may use it; --api-key limits it to those who have a key", flush=True)
-    uvicorn.Server(config).run(sockets=[listener])
+    with _listen(host, port) as listener:
+        model, tokenizer = open_model(folder, device)
+        engine = Engine(model, tokenizer, budget, cache, context, most_running=running, guess_tokens=guesses)
+        local = host in ("127.0.0.1", "localhost", "::1")
+        settings = Settings(name or folder.resolve().name, api_key, queued, local_only=local)
+        config = uvicorn.Config(
+            create_app(Worker(engine), settings),
+            log_level="warning",
+            h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            timeout_graceful_shutdown=DRAIN_S,
+            server_header=False,
+        )
+        where = f"[{host}]" if ":" in host else host
+        limit = "any length" if engine.context_tokens is None else f"{engine.context_tokens} tokens"
+        print(
+            f"{settings.model_name} at http://{where}:{listener.getsockname()[1]} (context: {limit}); Ctrl-C ends it",
+            flush=True,
+        )
+        if not local and api_key is None:
+            print("anybody who reaches this address may use it; --api-key limits it to those who have a key", flush=True)
+        uvicorn.Server(config).run(sockets=[listener])
 
 
 def open_model(folder: Path, device: str) -> tuple[Model, Tokenizer]:
@@ -129,6 +132,9 @@ def _bytes(flag: str, value: str) -> int:
 
 def _listen(host: str, port: int) -> socket.socket:
     """A listening socket before anything is loaded, so that a taken port costs no time."""
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port {port}: it must be in 0..65535")
+    listener = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -136,6 +142,8 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
+        if listener is not None:
+            listener.close()
         raise InputError(f"--host {host} --port {port}: {error}; choose another") from None
     return listener
