@@ -56,7 +56,7 @@ def generate(
     """
     if isinstance(prompts, str):
         raise InputError(f"prompts is the text {prompts[:20]!r}; it must be a list of texts")
-    rows = [_Row(model, tokenizer, prompt, config) for prompt in prompts]
+    rows = [Row(model, tokenizer, prompt_ids(model, tokenizer, prompt), config) for prompt in prompts]
     texts = [""] * len(rows)
     for pieces in _steps(model, rows, config):
         for index, piece in pieces:
@@ -69,17 +69,18 @@ def stream(model: Model, tokenizer: Tokenizer, prompt: str, config: SamplingConf
 
     Mistakes are raised by the call itself, not by the first piece.
     """
-    row = _Row(model, tokenizer, prompt, config)
+    row = Row(model, tokenizer, prompt_ids(model, tokenizer, prompt), config)
     return (piece for pieces in _steps(model, [row], config) for _, piece in pieces if piece)
 
 
-class _Row:
+class Row:
     """One sequence while it is drawn: its tokens, its randomness, and the text that is held back."""
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int], config: SamplingConfig) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, prompt_ids: list[int], config: SamplingConfig) -> None:
         self.end_id = tokenizer.eos_id
-        self.prompt_ids = _prompt_ids(model, tokenizer, prompt)
+        self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
+        self.decoded = 0  # characters of the tokens so far, shown or held back
         self.room = config.max_new_tokens
         if model.config.position == "learned":
             self.room = min(self.room, model.config.max_position_embeddings - len(self.prompt_ids))
@@ -92,28 +93,36 @@ class _Row:
         # A model may have more tokens than its tokenizer (a padded table); those beyond have no text and are never drawn.
         self.vocab_size = tokenizer.vocab_size
         self._decoder = tokenizer.decode_stream()
-        self._stop = _StopText(config.stop)
+        self._stop = StopText(config.stop)
 
     def take(self, token: int) -> str:
         """Adds a drawn token; returns the text that may now be shown."""
         if token == self.end_id:
-            return self._finish("stop")
+            return self.finish("stop")
         self.token_ids.append(token)
-        shown = self._stop.push(self._decoder.push(token))
+        text = self._decoder.push(token)
+        self.decoded += len(text)
+        shown = self._stop.push(text)
         if self._stop.found:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.room:
-            shown += self._finish("length")
+            shown += self.finish("length")
         return shown
 
-    def _finish(self, reason: FinishReason) -> str:
+    @property
+    def stopped(self) -> bool:
+        """A stop text was found."""
+        return self._stop.found
+
+    def finish(self, reason: FinishReason) -> str:
+        """Ends the text; returns what was held back."""
         # A character that was cut off in the middle would decode to U+FFFD; it is left out.
         shown = self._stop.push(self._decoder.flush().rstrip("\N{REPLACEMENT CHARACTER}"))
         self.finish_reason = "stop" if self._stop.found else reason
         return shown + self._stop.flush()
 
 
-class _StopText:
+class StopText:
     """Lets text through up to the first stop text, holding back any ending that could be the beginning of one."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -145,7 +154,8 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _prompt_ids(model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+def prompt_ids(model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """The ids of a prompt that fits the model; InputError for one that does not. An empty one is the end token."""
     vocabulary, limit = model.config.vocab_size, model.config.max_position_embeddings
     if tokenizer.vocab_size > vocabulary:
         raise InputError(
@@ -163,7 +173,7 @@ def _prompt_ids(model: Model, tokenizer: Tokenizer, prompt: str | Sequence[int])
 
 
 @torch.inference_mode()
-def _steps(model: Model, rows: list[_Row], config: SamplingConfig) -> Iterator[list[tuple[int, str]]]:
+def _steps(model: Model, rows: list[Row], config: SamplingConfig) -> Iterator[list[tuple[int, str]]]:
     """Draws until every row has ended. Each step gives (row, shown text) for the rows that still took part."""
     active = [index for index, row in enumerate(rows) if row.finish_reason is None]
     if not active:
@@ -177,7 +187,7 @@ def _steps(model: Model, rows: list[_Row], config: SamplingConfig) -> Iterator[l
     while True:
         logits = model.logits(last).cpu()
         drawn = [
-            _draw(scores[: rows[index].vocab_size], config, rows[index].generator)
+            draw(scores[: rows[index].vocab_size], config, rows[index].generator)
             for index, scores in zip(active, logits, strict=True)
         ]
         yield [(index, rows[index].take(token)) for index, token in zip(active, drawn, strict=True)]
@@ -190,7 +200,7 @@ def _steps(model: Model, rows: list[_Row], config: SamplingConfig) -> Iterator[l
         last = hidden[:, 0]
 
 
-def _draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
+def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> int:
     """A token from logits [vocab] on the CPU. In float64, so that the draw does not depend on the model's dtype."""
     best = logits.max()
     if not best.isfinite():

@@ -124,11 +124,30 @@ class Rows:
             grown.append(larger)
         return tuple(grown), [0]
 
-    def select(self, rows: Tensor) -> Rows:
-        return Rows(tuple(tensor[rows] for tensor in self.tensors), self.size)
+    def select(self, rows: Tensor, size: int) -> Rows:
+        """The given sequences, none of which is longer than `size`."""
+        return Rows(tuple(buffer[rows, :size] for buffer in self._buffers), size)
+
+    @staticmethod
+    def join(parts: Sequence[Rows]) -> Rows:
+        """The sequences of all parts, in order, with spare room behind the longest."""
+        size, count = max(part.size for part in parts), sum(len(part._buffers[0]) for part in parts)
+        joined = []
+        for tensors in zip(*(part.tensors for part in parts), strict=True):
+            room = size + max(size // 4, 32) if size else 0
+            buffer, row = tensors[0].new_zeros(count, room, *tensors[0].shape[2:]), 0
+            for tensor in tensors:
+                buffer[row : row + len(tensor), : tensor.shape[1]] = tensor
+                row += len(tensor)
+            joined.append(buffer)
+        return Rows(tuple(joined), size)
 
     def crop(self, size: int) -> Rows:
         return Rows(tuple(tensor[:, :size].clone() for tensor in self.tensors), size)
+
+    def shorten(self, size: int) -> Rows:
+        """The first `size` rows of the same buffer; what comes next may overwrite the others."""
+        return Rows(self._buffers, size, self._newest) if self._ticket == self._newest[0] else Rows(self.tensors, size)
 
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -152,8 +171,11 @@ class KeyValue:
     def num_bytes(self, kind: Kind) -> int:
         return self.rows.num_bytes() if kind == "kv" else 0
 
-    def select(self, rows: Tensor) -> Self:
-        return replace(self, rows=self.rows.select(rows))
+    def select(self, rows: Tensor, size: int) -> Self:
+        return replace(self, rows=self.rows.select(rows, size))
+
+    def join(self, others: Sequence[Self]) -> Self:
+        return replace(self, rows=Rows.join([self.rows, *(other.rows for other in others)]))
 
 
 @dataclass(frozen=True)
@@ -177,8 +199,12 @@ class Recurrent:
         held = {"recurrent": self.matrix, "conv": self.conv}.get(kind)
         return 0 if held is None else held.numel() * held.element_size()
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor, size: int) -> Self:
         return replace(self, matrix=self.matrix[rows], conv=self.conv[rows])
+
+    def join(self, others: Sequence[Self]) -> Self:
+        matrices, convs = [self.matrix, *(o.matrix for o in others)], [self.conv, *(o.conv for o in others)]
+        return replace(self, matrix=torch.cat(matrices), conv=torch.cat(convs))
 
 
 LayerState = KeyValue | Latent | Recurrent
@@ -223,7 +249,38 @@ class State:
                 raise ValueError(f"row {row} is outside the state's {self.batch_size} sequences")
         device = _device(self.layers)
         index = torch.tensor(chosen, dtype=torch.long, device=device)
-        return State([layer.select(index) for layer in self.layers], tuple(self.lengths[row] for row in chosen))
+        lengths = tuple(self.lengths[row] for row in chosen)
+        longest = max(lengths, default=0)
+        return State([layer.select(index, longest) for layer in self.layers], lengths)
+
+    @staticmethod
+    def join(states: Sequence[State]) -> State:
+        """The sequences of several states of one model, in order."""
+        if len(states) == 1:
+            return states[0]
+        layers = [first.join(others) for first, *others in zip(*(state.layers for state in states), strict=True)]  # type: ignore[arg-type]
+        return State(layers, tuple(length for state in states for length in state.lengths))
+
+    def rewind(self, earlier: State, lengths: Sequence[int]) -> State:
+        """Every sequence as it was at `lengths[b]` tokens; `earlier` is the state that this one followed from.
+
+        Growing rows go back to any length. Recurrent memory knows two: what `earlier` held and what this state holds.
+        """
+        back = [length < now for length, now in zip(lengths, self.lengths, strict=True)]
+        if not any(back):
+            return self
+        layers: list[LayerState] = []
+        for now, then in zip(self.layers, earlier.layers, strict=True):
+            if isinstance(now, Recurrent) and isinstance(then, Recurrent):
+                for row, length in enumerate(lengths):
+                    if length not in (self.lengths[row], earlier.lengths[row]):
+                        raise ValueError(f"cannot go back to {length} tokens in row {row}: recurrent memory was overwritten")
+                rows = torch.tensor(back, device=now.matrix.device)
+                matrix = torch.where(rows.view(-1, 1, 1, 1), then.matrix, now.matrix)
+                layers.append(Recurrent(matrix, torch.where(rows.view(-1, 1, 1), then.conv, now.conv)))
+            elif isinstance(now, KeyValue):
+                layers.append(replace(now, rows=now.rows.shorten(max(lengths))))
+        return State(layers, tuple(lengths))
 
     def crop(self, tokens: int) -> Self:
         """Forgets all but the first `tokens` tokens of every sequence, in place.

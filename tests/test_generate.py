@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import palimpsest as pal
-from palimpsest.generate import Completion, _draw, _StopText, generate, stream
+from palimpsest.generate import Completion, StopText, draw, generate, stream
 from palimpsest.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.bytes()
@@ -169,7 +169,7 @@ def test_stop_texts_do_not_depend_on_the_pieces(text: str, stop: list[str], cuts
         if found:
             expected = text[: end - max(map(len, found))]
             break
-    filter_ = _StopText(tuple(stop))
+    filter_ = StopText(tuple(stop))
     shown, bounds = "", sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in zip(bounds, bounds[1:], strict=False):
         shown += filter_.push(text[start:end])
@@ -253,7 +253,7 @@ def test_broken_weights_are_named() -> None:
 def draws(logits: list[float], count: int = 400, **fields: Any) -> list[int]:
     generator = torch.Generator().manual_seed(0)
     config = sampling(**{"temperature": 1.0, **fields})
-    return [_draw(torch.tensor(logits), config, generator) for _ in range(count)]
+    return [draw(torch.tensor(logits), config, generator) for _ in range(count)]
 
 
 def test_draws_follow_the_distribution() -> None:

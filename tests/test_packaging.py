@@ -22,6 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 # Installed with the package or an extra of it, but not needed to import it, build a model and run it.
 OPTIONAL = ["tokenizers", "cyclopts", "rich", "matplotlib", "transformers", "triton", "fastapi", "pyarrow", "pydantic"]
+OPTIONAL += ["uvicorn", "openai", "llguidance"]
 GENERATED = {"runs", "dist", "build", "__pycache__"}
 
 
@@ -129,7 +130,7 @@ def test_readme_commands_parse(line: str) -> None:
 
 def test_readme_shows_each_command_and_each_preset() -> None:
     shown = {line.split()[1] for line in readme_commands()}
-    assert shown == {"lineage", "train", "generate", "convert", "plan", "benchmark", "presets", "doctor", "report"}
+    assert shown == {"lineage", "train", "generate", "convert", "plan", "benchmark", "presets", "doctor", "report", "serve"}
     assert [name for name in palimpsest.presets() if f"`{name}`" not in README] == []
 
 

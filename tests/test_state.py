@@ -373,3 +373,47 @@ def test_segments() -> None:
     packed = Segments((2, 0, 5), (3, 0, 1), torch.tensor([0, 3, 3, 4]), device)
     assert packed.rows.tolist() == [[0, 0, 0, 2]] and packed.positions.tolist() == [[2, 3, 4, 5]]
     assert Segments((4, 4), (1, 1), None, device).is_uniform
+
+
+# Joined and rewound
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_join_puts_sequences_side_by_side(preset: str) -> None:
+    """R046: joined states go on as each would alone; select takes them apart again."""
+    model = make_model(preset)
+    parts = [model(make_ids(model, rows, tokens, seed=tokens)).state for rows, tokens in ((1, 9), (2, 3), (1, 14))]
+    new = make_ids(model, 4, 2, seed=5)
+    together = model(new, pal.State.join(parts))
+    start = 0
+    for part in parts:
+        rows = list(range(start, start + part.batch_size))
+        alone = model(new[rows], part)
+        assert relative(together.logits[rows], alone.logits) < 1e-5
+        apart = together.state.select(rows)
+        assert apart.lengths == alone.state.lengths and apart.num_bytes() == alone.state.num_bytes()
+        for found, expected in zip(state_tensors(apart), state_tensors(alone.state), strict=True):
+            assert relative(found, expected) < 1e-5
+        start += part.batch_size
+
+
+@pytest.mark.parametrize("preset", TINY)
+@pytest.mark.parametrize("grad", [False, True])
+def test_rewind_forgets_what_came_after(preset: str, grad: bool) -> None:
+    """R048: some rows go back and some stay; what follows is as if the forgotten tokens had never been."""
+    model = make_model(preset)
+    with torch.set_grad_enabled(grad):
+        ids, wrong, new = make_ids(model, 3, 8), make_ids(model, 3, 4, seed=2), make_ids(model, 3, 3, seed=3)
+        before = model(ids).state
+        state = model(wrong, before).state.rewind(before, [8, 12, 8])
+        found = model(new, state).logits
+        assert relative(found[[0, 2]], model(new, before).logits[[0, 2]]) < 1e-5
+        assert relative(found[1], model(torch.cat([wrong[1], new[1]]).unsqueeze(0), before.select([1])).logits[0, 4:]) < 1e-5
+        again = model(wrong, before).state
+        if again.num_bytes("recurrent"):
+            with pytest.raises(ValueError, match="10 tokens in row 1"):
+                again.rewind(before, [12, 10, 12])
+        else:
+            shorter = again.rewind(before, [12, 10, 9])
+            expected = model(torch.cat([wrong[1, :2], new[1]]).unsqueeze(0), before.select([1])).logits[0, 2:]
+            assert relative(model(new, shorter).logits[1], expected) < 1e-5

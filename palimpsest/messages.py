@@ -1,0 +1,31 @@
+"""Chat messages to token ids, by what the tokenizer says about conversations or, where it says nothing, as plain lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from palimpsest import chat
+from palimpsest.config import InputError
+from palimpsest.tokenizer import Tokenizer
+
+
+def message_ids(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """The ids of a conversation up to where the model answers.
+
+    Messages have a role and a text as content; tools are OpenAI's. Raises InputError for tools without a template, and as
+    the template does.
+    """
+    if chat.can_encode(tokenizer):
+        return chat.encode(tokenizer, messages, tools)
+    if tools:
+        raise InputError("tools were given; this model's tokenizer has no chat template to show them with")
+    lines = [f"{str(message['role']).capitalize()}: {message.get('content') or ''}\n" for message in messages]
+    return tokenizer.encode("".join(lines) + "Assistant:")
+
+
+def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """What ends an answer beside the end token: without a template, the model writing the user's next line."""
+    return () if chat.can_encode(tokenizer) else ("\nUser:",)

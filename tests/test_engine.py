@@ -1,0 +1,404 @@
+"""The engine: an answer is what the model alone would say, whoever else is served, remembered, guessed or turned away."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import palimpsest as pal
+from palimpsest.config import InputError
+from palimpsest.engine import Engine, Piece, Request, Worker
+from palimpsest.engine.batches import Cost, grouped
+from palimpsest.engine.drafts import PromptLookup
+from palimpsest.engine.prefixes import BLOCK
+from palimpsest.engine.request import Answer
+from palimpsest.engine.scheduler import HEADROOM
+from palimpsest.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.bytes()
+PRESETS = ["gpt2-tiny", "smollm2-tiny", "linear-attention-tiny", "qwen3-next-tiny", "kimi-k3-tiny"]
+HYBRID = "kimi-linear-tiny"
+TEXT = "the quick brown fox jumps over the lazy dog, and the dog lets it. " * 40
+
+
+@functools.cache
+def make(preset: str, **fields: Any) -> pal.Model:
+    """A model whose distribution is sharp enough that greedy tokens differ from one another. Tests share it."""
+    torch.manual_seed(3)
+    fields = {"initializer_range": 0.2, "max_position_embeddings": 2560, **fields}
+    return pal.Model(pal.ModelConfig.preset(preset, vocab_size=257, **fields)).eval()
+
+
+def sampling(**fields: Any) -> pal.SamplingConfig:
+    return pal.SamplingConfig(**{"max_new_tokens": 16, "temperature": 0.0, **fields})
+
+
+def request(prompt: str, config: pal.SamplingConfig | None = None, **fields: Any) -> Request:
+    return Request(tuple(TOKENIZER.encode(prompt)), config or sampling(), **fields)
+
+
+def engine(preset: str, **fields: Any) -> Engine:
+    return Engine(make(preset), TOKENIZER, **{"memory_bytes": 1 << 30, **fields})
+
+
+def ask(server: Engine, *requests: Request) -> list[Answer]:
+    """The first answer to each request."""
+    return [answers[0] for answers in server.run(requests)]
+
+
+def mixture() -> tuple[list[str], list[pal.SamplingConfig]]:
+    lengths = [1, 300, 7, 40, 90, 513, 2, 512]
+    temperatures = [0, 0, 1, 0, 0.8, 0, 1, 0]
+    configs = [sampling(max_new_tokens=5 + 2 * n, temperature=t, seed=n) for n, t in enumerate(temperatures)]
+    return [TEXT[n : n + length] for n, length in enumerate(lengths)], configs
+
+
+@functools.cache
+def alone(preset: str) -> list[tuple[tuple[int, ...], str]]:
+    completions = [pal.generate(make(preset), TOKENIZER, [p], c)[0] for p, c in zip(*mixture(), strict=True)]
+    return [(each.token_ids, each.finish_reason) for each in completions]
+
+
+def found(answers: Sequence[Answer]) -> list[tuple[tuple[int, ...], str | None]]:
+    return [(tuple(answer.row.token_ids), answer.reason) for answer in answers]
+
+
+# The same answers alone and together
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_answers_are_those_given_alone_whatever_the_neighbours(preset: str) -> None:
+    """R099, R104: unequal prompts read in pieces beside the drawing, sampled and greedy, with and without a memory of them."""
+    server = engine(preset, read_tokens=150, cache_bytes=1 << 26)
+    requests = [request(p, c) for p, c in zip(*mixture(), strict=True)]
+    assert found(ask(server, *requests)) == alone(preset)
+    assert found(ask(server, *reversed(requests))) == alone(preset)[::-1]
+    assert server.counts["cached_tokens"] >= server.counts["prompt_tokens"] // 2
+    assert server.idle and server.held_bytes() == 0
+
+
+@pytest.mark.parametrize("preset", ["smollm2-tiny", "kda-tiny", HYBRID])
+def test_answers_survive_giving_way(preset: str) -> None:
+    """Too little memory for all: the newest leave and are read again, and memory stays within its budget at every round."""
+    config = sampling(max_new_tokens=110, temperature=0.5)
+    requests = [request(TEXT[n : n + 20], config.replace(seed=n), logit_bias={256: -100.0}) for n in range(6)]
+    expected = found(ask(engine(preset), *requests))
+    cost = Cost(make(preset))
+    server = engine(preset, memory_bytes=cost.of([20 + HEADROOM] * 4), guess_tokens=4)
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    while server.step():
+        assert server.held_bytes() <= server.memory_bytes
+    assert found([ticket.answers[0] for ticket in tickets]) == expected
+    assert (server.counts["preempted"] > 0) == (cost.bytes_per_token > 0)
+
+
+def test_a_row_of_a_batch_has_the_logits_it_has_alone() -> None:
+    for preset in ("smollm2-tiny", "kimi-k3-tiny"):
+        prompts = [TEXT[n : n + 30 * n + 5] for n in range(6)]
+        requests = [request(prompt, top_logprobs=5) for prompt in prompts]
+        tops: list[list[Any]] = []
+        for many in (requests, [requests[4]]):
+            pieces: list[Piece] = []
+            server = engine(preset)
+            for each in many:
+                server.submit(each, pieces.append if each is requests[4] else lambda piece: None)
+            while server.step():
+                pass
+            tops.append([score for piece in pieces for score in piece.scores])
+        for one, other in zip(*tops, strict=True):
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+            values = torch.tensor([[value for _, value in each.top] for each in (one, other)])
+            torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=1e-5)
+
+
+def test_a_seed_belongs_to_its_request_and_none_varies() -> None:
+    config = sampling(temperature=1.0, seed=5)
+    first, second = ask(engine(HYBRID), request("a", config), request("a", config))
+    assert found([first]) == found([second])
+    free = ask(engine(HYBRID), *[request("a", sampling(temperature=1.0)) for _ in range(2)])
+    assert free[0].row.token_ids != free[1].row.token_ids
+
+
+@pytest.mark.parametrize("preset", ["gpt2-tiny", HYBRID])
+def test_n_answers_come_from_one_reading(preset: str) -> None:
+    server = engine(preset)
+    config = sampling(temperature=1.0, seed=7)
+    ((*three,),) = server.run([request(TEXT[:100], config, n=3)])
+    single = ask(engine(preset), *[request(TEXT[:100], config.replace(seed=7 + n)) for n in range(3)])
+    assert found(three) == found(single)
+    assert server.counts["prompt_tokens"] == 100
+
+
+# Remembered beginnings
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_remembered_beginning_changes_nothing(preset: str) -> None:
+    """R049: the same prompt twice, then its first blocks with another tail; more than one node and each kind of memory."""
+    whole = TEXT[: 2 * BLOCK + 100]
+    other = whole[: 2 * BLOCK + 10] + "something else"
+    expected = found(ask(engine(preset), request(whole), request(whole), request(other)))
+    server = engine(preset, cache_bytes=1 << 26)
+    cached = []
+    for prompt, right in zip((whole, whole, other), expected, strict=True):
+        (answer,) = ask(server, request(prompt))
+        assert found([answer]) == [right]
+        cached.append(answer.ticket.cached_tokens)
+    assert cached == [0, len(whole), 2 * BLOCK]
+
+
+def test_a_second_turn_reads_only_what_is_new() -> None:
+    """R055: turn two continues turn one's answer; an edited last message goes back to the block before it."""
+    server = engine(HYBRID, cache_bytes=1 << 26)
+    first = TEXT[:2000]
+    (answer,) = ask(server, request(first, sampling(max_new_tokens=30)))
+    history = tuple(answer.ids)
+    second = Request((*history, *TOKENIZER.encode("and then?")), sampling())
+    (again,) = ask(server, second)
+    assert len(history) - 1 == again.ticket.cached_tokens
+    assert found([again]) == found(ask(engine(HYBRID), second))
+    (edited,) = ask(server, request(first[:1990] + "edited"))
+    assert edited.ticket.cached_tokens == 1990 // BLOCK * BLOCK
+
+
+def test_the_memory_of_beginnings_stays_within_its_budget() -> None:
+    server = engine(HYBRID, cache_bytes=250_000)
+    prompts = [f"{n} {TEXT[:600]}" for n in range(5)]
+    config = sampling(max_new_tokens=2)
+    expected = found(ask(engine(HYBRID), *[request(p, config) for p in prompts]))
+    for _ in range(2):
+        for prompt, right in zip(prompts, expected, strict=True):
+            assert found(ask(server, request(prompt, config))) == [right]
+            assert server.prefixes.num_bytes <= 250_000
+    assert 0 < len(server.prefixes) < 12
+    ask(server, request(prompts[-1], config))
+    assert server.counts["cached_tokens"] == len(prompts[-1])
+    held = [node.num_bytes for node in server.prefixes._order]
+    assert sum(held) == server.prefixes.num_bytes
+    for node in server.prefixes._order:
+        assert node.memory is not None and node.hidden is not None
+        assert node.num_bytes == node.memory.num_bytes() + len(node.tokens) + node.hidden.nbytes
+
+
+def test_what_came_from_the_cache_is_not_written_to() -> None:
+    server = engine("smollm2-tiny", cache_bytes=1 << 26)
+    results = [found(ask(server, request(TEXT[:700], sampling(max_new_tokens=40)))) for _ in range(3)]
+    assert results[0] == results[1] == results[2]
+
+
+# Guesses
+
+
+class Oracle(PromptLookup):
+    """Guesses what is right for a number of tokens and then wrong."""
+
+    answer: list[int] = []
+    right = 0
+
+    def guess(self, ids: Sequence[int], room: int) -> list[int]:
+        done = len(ids) - len(TEXT[:50])
+        true = self.answer[done : done + 4]
+        return [token if n < self.right else (token + 1) % 256 for n, token in enumerate(true)][:room]
+
+
+@pytest.mark.parametrize("right", [0, 2, 4])
+@pytest.mark.parametrize("preset", ["smollm2-tiny", "kda-tiny", "kimi-k3-tiny"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_wrong_guesses_leave_nothing_behind(
+    preset: str, right: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R048: four guesses at a time, none, some or all of them right, in a batch with a row that guesses for itself."""
+    config = sampling(max_new_tokens=40, temperature=temperature, seed=3)
+    requests = [request(TEXT[:50], config), request("abcabcabcabc", config)]
+    plain = ask(engine(preset), *requests)
+    monkeypatch.setattr(Oracle, "answer", plain[0].row.token_ids)
+    monkeypatch.setattr(Oracle, "right", right)
+    server = engine(preset, guess_tokens=4, cache_bytes=1 << 24)
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    tickets[0].answers[0].lookup = Oracle(4)
+    rounds = 0
+    while server.step():
+        rounds += 1
+    assert found([ticket.answers[0] for ticket in tickets]) == found(plain)
+    # Where nothing is to be taken back, right guesses save rounds.
+    assert server.counts["right_tokens"] >= {0: 0, 2: 12, 4: 30}[right]
+    assert right < 4 or rounds < 41 or server.counts["right_tokens"] < 35
+
+
+def test_guesses_come_from_the_text_itself() -> None:
+    lookup = PromptLookup(8)
+    assert lookup.guess([1, 2, 3, 4, 5, 9, 1, 2, 3], 8) == [4, 5, 9, 1]
+    assert lookup.guess([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
+    lookup.learn(4, 4, 13)
+    assert lookup.guess([1, 2, 3, 4, 5, 9, 1, 2, 3], 8) == [4, 5, 9, 1, 2, 3]
+    lookup.learn(6, 0, 15)
+    assert lookup.guess([1, 2, 3, 4, 5, 9, 1, 2, 3], 8) == []
+    assert lookup.guess([1, 2, 3], 8) == [] == PromptLookup(0).guess([1, 2, 3, 4, 1, 2, 3], 8)
+
+
+# Failing, leaving, refusing
+
+
+@pytest.mark.parametrize("preset", ["qwen3-next-tiny", HYBRID])
+def test_a_request_that_turns_nan_fails_alone(preset: str) -> None:
+    """A token with a damaged embedding poisons its own request, in its prompt or its text, and nothing that comes after."""
+    torch.manual_seed(3)
+    config = pal.ModelConfig.preset(preset, vocab_size=257, initializer_range=0.2, tie_word_embeddings=False)
+    model = pal.Model(config).eval()
+    good = [request(TEXT[n : n + 100], sampling(max_new_tokens=30)) for n in range(4)]
+    with torch.no_grad():
+        model.embed_tokens.weight[1] = float("nan")
+    expected = found(ask(Engine(model, TOKENIZER, 1 << 30), *good))
+    bad = [Request((65, 1, 66), sampling()), Request((65, 66), sampling(), logit_bias={1: 100.0})]
+    server = Engine(model, TOKENIZER, 1 << 30, cache_bytes=1 << 24)
+    answers = ask(server, good[0], bad[0], good[1], bad[1], good[2], good[3])
+    assert [answer.reason == "failed" for answer in answers] == [False, True, False, True, False, False]
+    assert found([answers[n] for n in (0, 2, 4, 5)]) == expected
+    assert found(ask(server, *good)) == expected
+    start = Request((65, 66), sampling())
+    assert found(ask(server, start)) == found(ask(Engine(model, TOKENIZER, 1 << 30), start))
+
+
+@pytest.mark.parametrize("preset", ["smollm2-tiny", "kimi-k3-tiny"])
+def test_leaving_frees_memory_and_disturbs_nobody(preset: str) -> None:
+    """R104: sixteen requests in room for four, every third cancelled at some time; the others are as alone."""
+    requests = [request(TEXT[n : n + 5 + 5 * n], sampling(max_new_tokens=8)) for n in range(16)]
+    expected = [found(ask(engine(preset), each))[0] for each in requests]
+    server = engine(preset, most_running=4, cache_bytes=1 << 22)
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    rounds = 0
+    while server.step():
+        assert server.running <= 4
+        if rounds % 4 == 2:
+            server.cancel(tickets[rounds // 4 * 3 % 16])
+        rounds += 1
+    results = found([ticket.answers[0] for ticket in tickets])
+    assert 1 <= sum(reason == "cancelled" for _, reason in results) <= 8
+    assert all(result == right for result, right in zip(results, expected, strict=True) if result[1] != "cancelled")
+    assert server.held_bytes() == 0 and not server._tickets
+
+
+def test_a_cancelled_request_ends_within_a_round() -> None:
+    server = engine(HYBRID)
+    pieces: list[Piece] = []
+    ticket = server.submit(request("abc", sampling(max_new_tokens=1000)), pieces.append)
+    queued = server.submit(request("abc", sampling(max_new_tokens=1000)), lambda piece: None)
+    for _ in range(5):
+        server.step()
+    server.cancel(ticket)
+    server.cancel(queued)
+    server.step()
+    assert server.idle and pieces[-1].finish_reason == "cancelled" and queued.done
+
+
+def test_refused() -> None:
+    server = engine("gpt2-tiny")
+    wrong = {
+        "empty": Request((), sampling()),
+        "holds token 257; this model's vocabulary is 0..256": Request((257,), sampling()),
+        "2560 tokens and the context 2560": request(TEXT[:2560]),
+        "n is 65": request("a", n=65),
+        "logit_bias names token 300": request("a", logit_bias={300: 1.0}),
+    }
+    for text, each in wrong.items():
+        with pytest.raises(InputError, match=text.replace(".", r"\.")):
+            server.submit(each, lambda piece: None)
+    assert server.idle
+    with pytest.raises(InputError, match="memory"):
+        engine("kda-tiny", memory_bytes=100)
+    small = engine("smollm2-tiny", memory_bytes=300_000)
+    assert small.context_tokens is not None and small.cost.of([small.context_tokens]) <= 300_000
+    (answer,) = ask(small, request(TEXT[: small.context_tokens - 9], sampling(max_new_tokens=50)))
+    assert answer.reason == "length" and len(answer.row.token_ids) == 9
+
+
+def test_batches_hold_like_lengths() -> None:
+    assert grouped([10, 2000, 500, 1100, 900], True) == [[1, 3], [4, 2], [0]]
+    assert grouped([10, 2000, 500], False) == [[1, 2, 0]]
+    cost = Cost(make("smollm2-tiny"))
+    state = make("smollm2-tiny")(torch.zeros(3, 100, dtype=torch.long)).state
+    assert state.num_bytes() < cost.of([100] * 3) < 1.4 * state.num_bytes()
+
+
+# What is asked of one answer
+
+
+def test_scores_penalties_and_bias_are_those_of_the_model() -> None:
+    model = make(HYBRID)
+    config = sampling(max_new_tokens=12)
+    pieces: list[Piece] = []
+    server = engine(HYBRID)
+    bias = {101: -100.0, 32: 1.5}
+    server.submit(
+        request("To be", config, top_logprobs=3, frequency_penalty=0.7, presence_penalty=0.4, logit_bias=bias), pieces.append
+    )
+    while server.step():
+        pass
+    ids = TOKENIZER.encode("To be")
+    scores = [score for piece in pieces for score in piece.scores]
+    assert len(scores) == 12 and "".join(piece.text for piece in pieces)
+    for score in scores:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1, :257]
+        expected = torch.log_softmax(logits, -1)
+        assert abs(score.logprob - float(expected[score.token])) < 1e-4
+        best = expected.topk(3)
+        assert [token for token, _ in score.top] == best.indices.tolist()
+        for token in range(257):
+            count = ids[5:].count(token)
+            logits[token] += bias.get(token, 0) - 0.7 * count - 0.4 * (count > 0)
+        assert int(logits.argmax()) == score.token
+        ids.append(score.token)
+
+
+def test_scores_of_a_stop_text_do_not_leak() -> None:
+    bias = {token: -100.0 for token in (*range(32), *range(127, 257))}
+    (plain,) = ask(engine(HYBRID), request("To be", sampling(max_new_tokens=40, temperature=2.0, seed=1), logit_bias=bias))
+    text = TOKENIZER.decode(plain.row.token_ids)
+    start = next(n for n in range(5, 30) if text.index(text[n : n + 3]) == n)
+    pieces: list[Piece] = []
+    server = engine(HYBRID)
+    config = sampling(max_new_tokens=40, temperature=2.0, seed=1, stop=(text[start : start + 3],))
+    server.submit(request("To be", config, top_logprobs=0, logit_bias=bias), pieces.append)
+    while server.step():
+        pass
+    assert "".join(piece.text for piece in pieces) == text[:start]
+    tokens = [score.token for piece in pieces for score in piece.scores]
+    assert TOKENIZER.decode(tokens) == text[:start]
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["stop"] == [pieces[-1].finish_reason]
+
+
+# The thread
+
+
+def test_a_worker_serves_other_threads_and_outlives_a_broken_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = engine(HYBRID)
+    worker = Worker(server)
+
+    def answer(prompt: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        done = threading.Event()
+
+        def deliver(piece: Piece) -> None:
+            pieces.append(piece)
+            if piece.finish_reason is not None:
+                done.set()
+
+        worker.submit(request(prompt), deliver)
+        assert done.wait(20)
+        return pieces
+
+    expected = TOKENIZER.decode(ask(engine(HYBRID), request("To be"))[0].row.token_ids)
+    assert "".join(piece.text for piece in answer("To be")).startswith(expected.rstrip("\N{REPLACEMENT CHARACTER}"))
+    with monkeypatch.context() as patch:
+        patch.setattr("traceback.print_exc", lambda: None)
+        patch.setattr(server, "_read", lambda: 1 / 0)
+        failed = answer("To be")
+        assert failed[-1].finish_reason == "failed" and "division" in (failed[-1].error or "")
+    assert answer("To be")[-1].finish_reason == "length"
+    worker.close()
