@@ -402,3 +402,36 @@ def test_a_worker_serves_other_threads_and_outlives_a_broken_round(monkeypatch: 
         assert failed[-1].finish_reason == "failed" and "division" in (failed[-1].error or "")
     assert answer("To be")[-1].finish_reason == "length"
     worker.close()
+
+
+@pytest.mark.parametrize(
+    "preset", ["kda-tiny", "gated-deltanet-tiny", "deltanet-tiny", "linear-attention-tiny", "kimi-k3-tiny"]
+)
+def test_gauges_are_what_the_memory_does_with_a_token(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noted in a batch with others, compared with what the recurrence is given when the whole text is read at once."""
+    from palimpsest.ops import reference
+
+    server = engine(preset)
+    server.submit(request("others are here", sampling(max_new_tokens=3)), lambda piece: None)
+    ticket = server.submit(request("To be"), lambda piece: None)
+    server.step()
+    server.watched = ticket
+    held = len(ticket.answers[0].ids)
+    server.step()
+    seen: list[tuple[Any, Any]] = []
+    recurrence = reference.recurrence
+
+    def note(q: Any, k: Any, v: Any, g: Any, beta: Any, *rest: Any) -> Any:
+        seen.append((g, beta))
+        return recurrence(q, k, v, g, beta, *rest)
+
+    monkeypatch.setattr("palimpsest.ops.choose", lambda *_: ("reference", ""))
+    monkeypatch.setattr("palimpsest.ops.recurrence", note)
+    with torch.no_grad():
+        make(preset)(torch.tensor([ticket.answers[0].ids[:held]]))
+    found = [each for each in ticket.gauges if each["kept"] is not None]
+    assert len(found) == len(seen) > 0 and server.watched is None
+    for gauge, (g, beta) in zip(found, seen, strict=True):
+        assert gauge["kept"] == pytest.approx(1.0 if g is None else float(g[0, -1].exp().mean()), rel=1e-4)
+        assert gauge["written"] == pytest.approx(1.0 if beta is None else float(beta[0, -1].mean()), rel=1e-4)
+    assert not any(block.mixer._forward_pre_hooks for block in make(preset).layers)  # type: ignore[union-attr]

@@ -523,3 +523,26 @@ def test_metrics_are_prometheus_text(server: Served) -> None:
     assert samples['palimpsest_first_token_seconds_bucket{le="+Inf"}'] == samples["palimpsest_first_token_seconds_count"] >= 1
     assert samples['palimpsest_http_requests_total{status="200"}'] >= 1
     assert sum(value for name, value in samples.items() if "state_bytes" in name) == 0
+
+
+def test_the_memory_of_a_running_stream(server: Served) -> None:
+    given: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2000, "logit_bias": {"256": -100}}
+    stream = server.client().chat.completions.create(**given, stream=True)
+    chunks = iter(stream)
+    name = next(chunks).id
+    for _ in range(10):
+        next(chunks)
+        held = json.loads(server.get(f"/memory/{name}").partition("\r\n\r\n")[2])
+    state = make()(torch.zeros(1, held["tokens"], dtype=torch.long)).state
+    assert [held[f"{kind}_bytes"] for kind in ("kv", "recurrent", "conv")] == [
+        state.num_bytes(kind) for kind in ("kv", "recurrent", "conv")
+    ]
+    assert held["prompt_tokens"] == len(PLAIN) and held["cached_tokens"] <= held["prompt_tokens"]
+    assert [layer["mixer"] for layer in held["layers"]] == list(make().config.mixers)
+    for layer in held["layers"]:
+        assert layer["kept"] is None if layer["mixer"] == "mla" else 0 < layer["kept"] <= 1
+    stream.close()
+    server.settle()
+    until = time.monotonic() + 5
+    while " 404 " not in server.get(f"/memory/{name}").splitlines()[0]:
+        assert time.monotonic() < until

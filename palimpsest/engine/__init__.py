@@ -4,6 +4,7 @@
     prefixes.py    memories of beginnings, so that they are read once
     drafts.py      guesses at what comes next, checked several at a time
     batches.py     answers that are drawn together, and what their memory costs
+    gauges.py      what recurrent memories do with a token
     scheduler.py   who is read and who is drawn in the next round
     worker.py      the thread that does it, for callers in other threads
 

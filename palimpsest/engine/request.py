@@ -79,6 +79,7 @@ class Ticket:
         self.answers: list[Answer] = []
         self.cancelled = False  # set from any thread; the next round heeds it
         self.cached_tokens = 0  # of the prompt, not read again
+        self.gauges: list[dict[str, float | None]] = []  # of its layers, when somebody watches (gauges.py)
 
     @property
     def done(self) -> bool:

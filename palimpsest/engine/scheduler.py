@@ -12,6 +12,7 @@ from torch import Tensor
 
 from palimpsest.config import InputError
 from palimpsest.engine.batches import Batch, Cost, regroup
+from palimpsest.engine.gauges import Gauges
 from palimpsest.engine.prefixes import BLOCK, Node, PrefixCache
 from palimpsest.engine.request import Answer, Piece, Reason, Request, Ticket
 from palimpsest.model import Model
@@ -68,6 +69,7 @@ class Engine:
         self.reading: list[Reading] = []
         self.batches: list[Batch] = []
         self.counts: Counter[str] = Counter()
+        self.watched: Ticket | None = None  # whose gauges the next pass notes, once
         self._tickets: list[Ticket] = []
 
     # From any thread.
@@ -309,9 +311,17 @@ class Engine:
         before = batch.state
         unread = [answer.ids[length:] for answer, length in zip(batch.answers, before.lengths, strict=True)]
         guesses = [answer.lookup.guess(answer.ids, answer.room - 1) for answer in batch.answers]
-        hidden, batch.state = self._pass([new + guess for new, guess in zip(unread, guesses, strict=True)], before)
+        pieces = [new + guess for new, guess in zip(unread, guesses, strict=True)]
+        watched = next((row for row, answer in enumerate(batch.answers) if answer.ticket is self.watched), None)
+        if watched is None:
+            hidden, batch.state = self._pass(pieces, before)
+        else:
+            with Gauges(self.model) as gauges:
+                hidden, batch.state = self._pass(pieces, before)
+            batch.answers[watched].ticket.gauges = gauges.at(sum(map(len, pieces[: watched + 1])) - 1)
+            self.watched = None
         # The places whose logits are wanted: the last unread token of every row, and its guesses.
-        ends = list(accumulate(len(new) + len(guess) for new, guess in zip(unread, guesses, strict=True)))
+        ends = list(accumulate(map(len, pieces)))
         places = [list(range(end - len(guess) - 1, end)) for end, guess in zip(ends, guesses, strict=True)]
         wanted = hidden if len(hidden) == len(batch.answers) else hidden[[place for row in places for place in row]]
         logits = self.model.logits(wanted).cpu().split([len(row) for row in places])

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -85,15 +85,16 @@ class Call:
 class Events(StreamingResponse):
     """Server-sent events; whatever ends the stream, the engine stops working for it."""
 
-    def __init__(self, call: Call, content: AsyncIterator[bytes]) -> None:
+    def __init__(self, call: Call, content: AsyncIterator[bytes], ended: Callable[[], Any]) -> None:
         super().__init__(content, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._call = call
+        self._call, self._ended = call, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._call.cancel()
+            self._ended()
 
 
 class Service:
@@ -103,6 +104,7 @@ class Service:
         self.worker, self.engine, self.settings = worker, worker.engine, settings
         self.metrics = Metrics()
         self.started = int(time.time())
+        self.calls: dict[str, Call] = {}  # streams that run, by the id of their reply
 
     def model(self) -> dict[str, Any]:
         made = Model(id=self.settings.model_name, created=self.started, object="model", owned_by="palimpsest")
@@ -121,8 +123,30 @@ class Service:
         logprobs = requests[0].top_logprobs is not None
         replies = replies_type(self.settings.model_name, self.engine.tokenizer, call.tickets, logprobs)
         if body.stream:
-            return Events(call, self._events(call, replies, body.include_usage))
+            self.calls[replies.id] = call
+            return Events(call, self._events(call, replies, body.include_usage), lambda: self.calls.pop(replies.id))
         return await self._whole(request, call, replies)
+
+    def memory(self, name: str) -> dict[str, Any]:
+        """What the first answer of a running stream holds, and what its layers did with the latest token noted."""
+        call = self.calls.get(name)
+        if call is None:
+            raise Refusal(404, f"no stream {name!r} runs")
+        ticket = call.tickets[0]
+        self.engine.watched = ticket
+        tokens = len(ticket.answers[0].ids)
+        empty = self.engine.model.new_state(1)
+        mixers = self.engine.model.config.mixers
+        gauges = ticket.gauges or [{}] * len(mixers)
+        return {
+            "tokens": tokens,
+            "prompt_tokens": len(ticket.request.prompt),
+            "cached_tokens": ticket.cached_tokens,
+            "kv_bytes": tokens * self.engine.cost.bytes_per_token,
+            "recurrent_bytes": empty.num_bytes("recurrent"),
+            "conv_bytes": empty.num_bytes("conv"),
+            "layers": [{"mixer": mixer, **gauge} for mixer, gauge in zip(mixers, gauges, strict=True)],
+        }
 
     def _check_model(self, name: str) -> None:
         if name != self.settings.model_name:
@@ -207,6 +231,10 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
     async def model(name: str) -> dict[str, Any]:
         service._check_model(name)
         return service.model()
+
+    @app.get("/memory/{name}")
+    async def memory(name: str) -> dict[str, Any]:
+        return service.memory(name)
 
     @app.get("/health")
     async def health() -> Response:
