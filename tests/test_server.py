@@ -529,7 +529,7 @@ def test_the_memory_of_a_running_stream(server: Served) -> None:
     given: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2000, "logit_bias": {"256": -100}}
     stream = server.client().chat.completions.create(**given, stream=True)
     chunks = iter(stream)
-    name = next(chunks).id
+    name, held = next(chunks).id, {}
     for _ in range(10):
         next(chunks)
         held = json.loads(server.get(f"/memory/{name}").partition("\r\n\r\n")[2])
