@@ -166,14 +166,19 @@ def few_matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor
 
     The weight is float32 or bfloat16, or int8 with scale float16 [out,in/32].
     """
-    x, weight, y = x.contiguous(), weight.contiguous(), x.new_empty(len(x), len(weight))
-    loaded, _ = library()
-    loaded.palimpsest_few(
-        *(_pointer(each) for each in (weight, scale, x, y)),
+    (n, columns), rows = x.shape, weight.shape[0]  # plain numbers: a step makes hundreds of these calls
+    x, weight, y = x.contiguous(), weight.contiguous(), x.new_empty(n, rows)
+    library()[0].palimpsest_few(
+        weight.data_ptr(),
+        None if scale is None else scale.data_ptr(),
+        x.data_ptr(),
+        y.data_ptr(),
         KINDS[weight.dtype],
         x.dtype is torch.bfloat16,
-        *(len(x), *weight.shape),
-        torch.get_num_threads() if weight.numel() > 1 << 16 else 1,
+        n,
+        rows,
+        columns,
+        torch.get_num_threads() if rows * columns > 1 << 16 else 1,
     )
     return y
 

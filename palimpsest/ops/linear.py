@@ -25,7 +25,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x [...,in], weight [out,in] -> [...,out] in x's dtype; products are summed in float32.
     """
     if weight.dtype is x.dtype and x.dtype in (torch.float32, torch.bfloat16) and _is_small(x, weight):
-        y = cpu.few_matmul(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], -1)
+        y = cpu.few_matmul(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
     return F.linear(x, weight, bias)
 
@@ -68,7 +68,8 @@ def q8_0_matmul(x: Tensor, code: Tensor, scale: Tensor, bias: Tensor | None = No
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    if x.device.type != "cpu" or not 0 < x.numel() <= FEW * x.shape[-1]:
+    if not (x.is_cpu and 0 < x.numel() <= FEW * x.shape[-1]):
         return False
-    wants_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return not wants_grad and not torch.is_autocast_enabled("cpu") and cpu.library()[0] is not None
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    return cpu.library()[0] is not None and not torch.is_autocast_enabled("cpu")
