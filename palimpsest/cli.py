@@ -15,7 +15,7 @@ from palimpsest.benchmark_commands import benchmark
 from palimpsest.config import InputError, SamplingConfig, TrainConfig
 from palimpsest.output import Json, check_json, write_json
 from palimpsest.plan.command import plan
-from palimpsest.serving_commands import serve
+from palimpsest.serving_commands import chat, serve
 
 app = cyclopts.App(
     name="palimpsest",
@@ -284,6 +284,7 @@ def convert(
 app.command(benchmark)
 app.command(plan)
 app.command(serve)
+app.command(chat)
 
 
 @app.command
