@@ -15,7 +15,7 @@ from palimpsest.benchmark_commands import benchmark
 from palimpsest.config import InputError, SamplingConfig
 from palimpsest.output import Json, check_json, write_json
 from palimpsest.plan.command import plan
-from palimpsest.serving_commands import serve
+from palimpsest.serving_commands import chat, serve
 from palimpsest.training_commands import report, train
 
 app = cyclopts.App(
@@ -219,6 +219,7 @@ app.command(report)
 app.command(benchmark)
 app.command(plan)
 app.command(serve)
+app.command(chat)
 
 
 @app.command

@@ -22,10 +22,15 @@ def message_ids(
         return chat.encode(tokenizer, messages, tools)
     if tools:
         raise InputError("tools were given; this model's tokenizer has no chat template to show them with")
-    lines = [f"{str(message['role']).capitalize()}: {message.get('content') or ''}\n" for message in messages]
-    return tokenizer.encode("".join(lines) + "Assistant:")
+    return tokenizer.encode("".join(_line(message) for message in messages) + "Assistant:")
 
 
 def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
     """What ends an answer beside the end token: without a template, the model writing the user's next line."""
     return () if chat.can_encode(tokenizer) else ("\nUser:",)
+
+
+def _line(message: Mapping[str, Any]) -> str:
+    """An answer stands as the model wrote it, with its own space or without, so that it need not be read again."""
+    role, content = str(message["role"]).capitalize(), message.get("content") or ""
+    return f"{role}:{content}\n" if role == "Assistant" else f"{role}: {content}\n"

@@ -106,6 +106,53 @@ def serve(
         uvicorn.Server(config).run(sockets=[listener])
 
 
+def chat(
+    folder: Path,
+    /,
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    top_p: float = 0.95,
+    seed: int | None = None,
+    memory: Path | None = None,
+    device: str = "cpu",
+) -> None:
+    """Talk with a model in the terminal. /save and /load keep a conversation's memory in a file; /help lists the rest.
+
+    Parameters
+    ----------
+    folder
+        A model in any form that `palimpsest generate` opens, with a tokenizer.
+    system
+        What the model is told before the conversation.
+    max_new_tokens
+        The most tokens of an answer.
+    temperature
+        0 always takes the likeliest token; 1 draws from the model as it is.
+    top_k
+        Draw among this many likeliest tokens; 0 is all.
+    top_p
+        Draw among the likeliest tokens that hold this share of the probability.
+    seed
+        Makes answers repeatable.
+    memory
+        A file that /save wrote, to go on from.
+    device
+        Where the model runs, such as cpu or cuda.
+    """
+    from palimpsest.config import SamplingConfig
+    from palimpsest.conversation import Conversation
+    from palimpsest.terminal import talk
+
+    sampling = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
+    conversation = Conversation(*open_model(folder, device), system)
+    if memory is not None:
+        conversation.load(memory)
+    talk(conversation, sampling)
+
+
 def open_model(folder: Path, device: str) -> tuple[Model, Tokenizer]:
     """A model that can talk, on a device."""
     import torch

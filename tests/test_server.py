@@ -529,7 +529,8 @@ def test_the_memory_of_a_running_stream(server: Served) -> None:
     given: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 2000, "logit_bias": {"256": -100}}
     stream = server.client().chat.completions.create(**given, stream=True)
     chunks = iter(stream)
-    name, held = next(chunks).id, {}
+    name = next(chunks).id
+    held: dict[str, Any] = {}
     for _ in range(10):
         next(chunks)
         held = json.loads(server.get(f"/memory/{name}").partition("\r\n\r\n")[2])
@@ -544,5 +545,5 @@ def test_the_memory_of_a_running_stream(server: Served) -> None:
     stream.close()
     server.settle()
     until = time.monotonic() + 5
-    while " 404 " not in server.get(f"/memory/{name}").splitlines()[0]:
+    while " 204 " not in server.get(f"/memory/{name}").splitlines()[0]:
         assert time.monotonic() < until

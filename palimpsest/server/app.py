@@ -127,11 +127,11 @@ class Service:
             return Events(call, self._events(call, replies, body.include_usage), lambda: self.calls.pop(replies.id))
         return await self._whole(request, call, replies)
 
-    def memory(self, name: str) -> dict[str, Any]:
+    def memory(self, name: str) -> dict[str, Any] | None:
         """What the first answer of a running stream holds, and what its layers did with the latest token noted."""
         call = self.calls.get(name)
         if call is None:
-            raise Refusal(404, f"no stream {name!r} runs")
+            return None
         ticket = call.tickets[0]
         self.engine.watched = ticket
         tokens = len(ticket.answers[0].ids)
@@ -233,8 +233,9 @@ def create_app(worker: Worker, settings: Settings) -> FastAPI:
         return service.model()
 
     @app.get("/memory/{name}")
-    async def memory(name: str) -> dict[str, Any]:
-        return service.memory(name)
+    async def memory(name: str) -> Response:
+        held = service.memory(name)
+        return Response(status_code=204) if held is None else JSONResponse(held)
 
     @app.get("/health")
     async def health() -> Response:
