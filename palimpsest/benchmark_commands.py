@@ -153,3 +153,49 @@ def offload(
     result = oversize.measure(int(1e9 * gigabytes), int(1e9 * cache_gigabytes), tokens, folder)
     write_json(out, {**_about(), **result})
     print("\n".join(oversize.lines(result)))
+
+
+@benchmark.command
+def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, clients: int = 64) -> None:
+    """Measure serving: many requests at a time, remembered prompts, and a server under good and bad clients. Eight minutes.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    model
+        A folder or file to measure too; by default the hybrid `kimi-linear-65m` alone, with random weights.
+    soak_s
+        How long clients come and go; 0 leaves it out.
+    clients
+        How many of them at a time.
+    """
+    check_json(out)
+    if soak_s < 0 or clients < 1:
+        raise InputError(f"--soak-s is {soak_s:g} and --clients {clients}; they must be at least 0 and 1")
+    import tempfile
+
+    from palimpsest import published, serving_rates, soak
+    from palimpsest.progress import keep_memory
+
+    def tell(line: str) -> None:
+        print(line, flush=True)
+
+    keep_memory()
+    result: dict[str, Any] = {"rates": {}}
+    chosen: list[tuple[str, Any]] = [("kimi-linear-65m", serving_rates.preset("kimi-linear-65m"))]
+    if model is not None:
+        found, tokenizer = published.load(model)
+        if tokenizer is None:
+            raise InputError(f"{model}: there is no tokenizer in it; save the model with one")
+        chosen.append((model.name, (found, tokenizer)))
+    for name, (built, tokenizer) in chosen:
+        tell(name)
+        result["rates"][name] = serving_rates.measure(built, tokenizer, serving_rates.CONCURRENT, tell)
+    if soak_s:
+        built, tokenizer = serving_rates.preset("kimi-k3-tiny", vocab_size=257, initializer_range=0.2)
+        with tempfile.TemporaryDirectory() as folder:
+            published.save(built, Path(folder) / "tiny", tokenizer)
+            result["soak"] = soak.soak(Path(folder) / "tiny", built, tokenizer, clients, soak_s)
+        tell(f"{result['soak']['requests']} requests, {result['soak']['number_wrong']} wrong")
+    write_json(out, {**_about(), **result})
