@@ -127,6 +127,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...], scale: float
         return q.new_zeros(*q.shape[:3], channels)
     if observe is not None:
         observe(q, k, past, scale)
+    if tokens == 1 and ops.can_attend(q, k, v):
+        return ops.attend(q, k, v, [place + 1 for place in past], scale)
     mask, causal = None, False
     if len(set(past)) == 1 and past[0] + tokens == size:
         causal = past[0] == 0 and tokens > 1

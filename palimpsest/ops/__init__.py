@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from palimpsest.ops import cpu, graph
 from palimpsest.ops.chunked import chunked
 from palimpsest.ops.conv import short_conv
+from palimpsest.ops.cpu import attend
 from palimpsest.ops.cross_entropy import linear_cross_entropy
 from palimpsest.ops.graph import grouped as grouped_in_graph
 from palimpsest.ops.grouped import grouped_matmul
@@ -34,7 +35,9 @@ from palimpsest.ops.reference import recurrence
 __all__ = [
     "MXFP4_GROUP",
     "Q8_0_GROUP",
+    "attend",
     "backends",
+    "can_attend",
     "choose",
     "delta_rule",
     "gated_delta_rule",
@@ -56,6 +59,7 @@ __all__ = [
     "short_conv",
 ]
 
+FEW = 1 << 16  # numbers up to which calling torch takes longer than its work
 TRITON_WIDEST = 256  # key channels that a GPU program holds in registers
 BACKENDS = ("reference", "chunked", "triton", "cpu")
 Gate = tuple[Tensor, Tensor | None, float | None]  # A_log, dt_bias, lower_bound
@@ -188,8 +192,25 @@ def l2norm(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: arithmetic in float32 (float64 when x is), result in x's dtype."""
+    if x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 0 < x.numel() <= FEW and _compiled(x, weight):
+        return cpu.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     dtype = _compute_dtype(x)
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
+
+
+def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `attend` takes these: on a CPU with the compiled backend, of one dtype, and no gradient wanted."""
+    same = q.is_cpu and q.dtype in (torch.float32, torch.bfloat16) and q.dtype is k.dtype is v.dtype
+    return same and k.stride(3) == v.stride(3) == 1 and _compiled(q, k, v)
+
+
+def _compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled backend is here and nothing but the result is asked of it."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    return cpu.library()[0] is not None
 
 
 def choose(

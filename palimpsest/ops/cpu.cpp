@@ -429,169 +429,7 @@ void backward_head(const Shape &s, const Form &f, const float *q, const float *k
     }
 }
 
-// ---------------------------------------------------------------------------------------------------- four-bit weights
-
-// LANES bytes as integers. The compiler's own conversion goes by single bytes.
-INLINE ivec widen(const uint8_t *p) {
-#if defined(__AVX512F__)
-    return (ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__AVX2__)
-    return (ivec)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
-#else
-    ivec x;
-    for (int l = 0; l < LANES; ++l) x[l] = p[l];
-    return x;
-#endif
-}
-
-// The values of codes 0..15 (E2M1, the upper eight negated).
-INLINE vec value_of(ivec code) {
-    alignas(64) static const float table[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0f, -0.5, -1, -1.5, -2, -3, -4, -6};
-#if defined(__clang__) || BYTES == 16
-    vec x;
-    for (int l = 0; l < LANES; ++l) x[l] = table[code[l]];
-    return x;
-#elif BYTES == 32
-    return __builtin_shuffle(*(const vec *)table, *(const vec *)(table + LANES), code);
-#else
-    return __builtin_shuffle(*(const vec *)table, code);
-#endif
-}
-
-// The factor of a scale: 2^(scale - 127), NaN for 255.
-INLINE float factor_of(uint8_t scale) {
-    uint32_t bits = scale == 255 ? 0x7fc00000 : scale == 0 ? 0x00400000 : (uint32_t)scale << 23;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
-
-// y[t] = <row, x[t]> for COUNT tokens; x as `split` leaves it: of every 32 columns first the even, then the odd ones.
-template <int COUNT>
-INLINE void packed_row(const uint8_t *packed, const uint8_t *scale, const float *x, float *y, int64_t columns, int64_t pitch) {
-    vec even[COUNT] = {}, odd[COUNT] = {};
-    for (int64_t group = 0; group < columns / 32; ++group) {
-        float factor = factor_of(scale[group]);
-        for (int part = 0; part < 16; part += LANES) {
-            ivec code = widen(packed + group * 16 + part);
-            vec low = factor * value_of(code & 15), high = factor * value_of(code >> 4);
-            const float *here = x + group * 32 + part;
-#pragma GCC unroll 4
-            for (int t = 0; t < COUNT; ++t) {
-                even[t] += low * load(here + t * columns);
-                odd[t] += high * load(here + t * columns + 16);
-            }
-        }
-    }
-    for (int t = 0; t < COUNT; ++t) {
-        vec total = even[t] + odd[t];
-        float sum = 0;
-        for (int l = 0; l < LANES; ++l) sum += total[l];
-        y[t * pitch] = sum;
-    }
-}
-
-typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
-typedef int8_t bytes_of __attribute__((vector_size(LANES), aligned(1)));
-
-// bfloat16 is the upper half of a float32.
-INLINE vec wide_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const halves *)p, ivec) << 16); }
-INLINE vec wide_int8(const int8_t *p) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
-#elif defined(__AVX2__)
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
-#else
-    return __builtin_convertvector(__builtin_convertvector(*(const bytes_of *)p, ivec), vec);
-#endif
-}
-
-INLINE float float_of(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-}
-
-// Finite float16 numbers only, subnormal ones too.
-INLINE float wide_half(uint16_t h) { return float_of((h & 0x7fffu) << 13) * (h & 0x8000u ? -0x1p112f : 0x1p112f); }
-
-INLINE uint16_t narrow_bf16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return x != x ? 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-
-INLINE float total(vec x) {
-    float sum = 0;
-    for (int l = 0; l < LANES; ++l) sum += x[l];
-    return sum;
-}
-
-INLINE vec wide(const float *p) { return load(p); }
-INLINE vec wide(const uint16_t *p) { return wide_bf16(p); }
-INLINE float widened(float x) { return x; }
-INLINE float widened(uint16_t x) { return float_of((uint32_t)x << 16); }
-
-// y[t] = <row, x[t]> for COUNT tokens against a row of float32 or bfloat16, and y[t][ahead] against the row `ahead` rows behind it.
-template <int COUNT, typename Weight>
-INLINE void plain_rows(const Weight *row, int64_t ahead, const float *x, float *y, int64_t columns, int64_t pitch) {
-    vec first[COUNT] = {}, second[COUNT] = {};
-    int64_t i = 0, next = ahead * columns;
-    for (; i + LANES <= columns; i += LANES) {
-        vec a = wide(row + i), b = wide(row + next + i);
-#pragma GCC unroll 4
-        for (int t = 0; t < COUNT; ++t) {
-            vec here = load(x + t * columns + i);
-            first[t] += a * here;
-            second[t] += b * here;
-        }
-    }
-    for (int t = 0; t < COUNT; ++t) {
-        float sum = total(first[t]), other = total(second[t]);
-        for (int64_t n = i; n < columns; ++n) {
-            sum += widened(row[n]) * x[t * columns + n];
-            other += widened(row[next + n]) * x[t * columns + n];
-        }
-        y[t * pitch + ahead] = other;
-        y[t * pitch] = sum;
-    }
-}
-
-// The same against rows of int8 with a float16 factor for every 32 columns.
-template <int COUNT>
-INLINE void q8_0_rows(const int8_t *row, const uint16_t *scale, int64_t ahead, const float *x, float *y, int64_t columns,
-                      int64_t pitch) {
-    int64_t next = ahead * columns;
-    vec first[COUNT] = {}, second[COUNT] = {};
-    for (int64_t group = 0; group < columns / 32; ++group) {
-        vec factor = all(wide_half(scale[group])), other = all(wide_half(scale[next / 32 + group]));
-        for (int i = group * 32; i < group * 32 + 32; i += LANES) {
-            vec a = factor * wide_int8(row + i), b = other * wide_int8(row + next + i);
-#pragma GCC unroll 4
-            for (int t = 0; t < COUNT; ++t) {
-                vec here = load(x + t * columns + i);
-                first[t] += a * here;
-                second[t] += b * here;
-            }
-        }
-    }
-    for (int t = 0; t < COUNT; ++t) {
-        y[t * pitch + ahead] = total(second[t]);
-        y[t * pitch] = total(first[t]);
-    }
-}
-
-template <int COUNT>
-INLINE void any_rows(int32_t kind, const void *weight, const uint16_t *scale, int64_t start, int64_t ahead, const float *x, float *y,
-                     int64_t columns, int64_t pitch) {
-    if (kind == 0) plain_rows<COUNT>((const float *)weight + start, ahead, x, y, columns, pitch);
-    if (kind == 1) plain_rows<COUNT>((const uint16_t *)weight + start, ahead, x, y, columns, pitch);
-    if (kind == 2) q8_0_rows<COUNT>((const int8_t *)weight + start, scale + start / 32, ahead, x, y, columns, pitch);
-}
-
-INLINE void split(float *out, const float *x, int64_t columns) {
-    for (int64_t i = 0; i < columns; ++i) out[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = x[i];
-}
+#include "cpu_step.h"
 
 // Numbers below 1e-38 slow a processor down a hundredfold and mean nothing here; the setting is the thread's own.
 struct FlushSubnormals {
@@ -680,27 +518,65 @@ void palimpsest_mxfp4(const uint8_t *packed, const uint8_t *scale, const float *
 }
 
 // y [n, rows] = x [n, columns] W^T, x and y float32, or bfloat16 where `is_half`. W by `kind`: 0 float32, 1 bfloat16, 2 int8 with
-// scale [rows, columns / 32] in float16.
+// scale [rows, columns / 32] in float16. The first counts[0] rows of x meet the first of `groups` matrices, and so on.
 void palimpsest_few(const void *weight, const uint16_t *scale, const void *x, void *y, int32_t kind, int32_t is_half, int64_t n,
-                    int64_t rows, int64_t columns, int32_t threads) {
+                    int64_t rows, int64_t columns, const int64_t *counts, int64_t groups, int32_t threads) {
     float *copy = is_half ? aligned(n * columns) : nullptr, *sums = is_half ? aligned(n * rows) : (float *)y;
     const float *in = is_half ? copy : (const float *)x;
     if (is_half)
         for (int64_t i = 0; i < n * columns; ++i) copy[i] = float_of((uint32_t)((const uint16_t *)x)[i] << 16);
     // A row and the one half a matrix behind it: two streams, each long enough that the processor reads ahead in it.
     int64_t half = (rows + 1) / 2;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < half; ++row) {
-        int64_t t = 0, ahead = row + half < rows ? half : 0;
-        for (; t + 4 <= n; t += 4)
-            any_rows<4>(kind, weight, scale, row * columns, ahead, in + t * columns, sums + t * rows + row, columns, rows);
-        for (; t < n; ++t)
-            any_rows<1>(kind, weight, scale, row * columns, ahead, in + t * columns, sums + t * rows + row, columns, rows);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    for (int64_t group = 0, first = 0; group < groups; first += counts[group++]) {
+        if (counts[group] == 0) continue;
+        const float *from = in + first * columns;
+        float *to = sums + first * rows;
+        int64_t matrix = group * rows * columns;
+#pragma omp for schedule(static) nowait
+        for (int64_t row = 0; row < half; ++row) {
+            int64_t t = 0, ahead = row + half < rows ? half : 0, start = matrix + row * columns;
+            for (; t + 4 <= counts[group]; t += 4)
+                any_rows<4>(kind, weight, scale, start, ahead, from + t * columns, to + t * rows + row, columns, rows);
+            for (; t < counts[group]; ++t)
+                any_rows<1>(kind, weight, scale, start, ahead, from + t * columns, to + t * rows + row, columns, rows);
+        }
     }
     if (is_half) {
         for (int64_t i = 0; i < n * rows; ++i) ((uint16_t *)y)[i] = narrow_bf16(sums[i]);
         std::free(copy);
         std::free(sums);
+    }
+}
+
+// o [B, H, V]: the softmax of q [B, H, K] over the first lengths[b] rows of each sequence, all float32 or, `is_half`, bfloat16.
+void palimpsest_attend(const Query *query, const Cache *cache, const void *q, const int64_t *lengths, void *o, int64_t longest,
+                       int32_t threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        FlushSubnormals flush;
+        float *room = aligned(query->key_dim + query->value_dim + longest + 4 * LANES);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < query->batch * query->heads; ++item)
+            if (query->is_half)
+                attend_head(*query, *cache, (const uint16_t *)q, lengths, (uint16_t *)o, item, room);
+            else
+                attend_head(*query, *cache, (const float *)q, lengths, (float *)o, item, room);
+        std::free(room);
+    }
+}
+
+// y [n, columns] = x / sqrt(mean(x^2) + eps) * weight, row by row.
+void palimpsest_rms_norm(const float *x, const float *weight, float *y, int64_t n, int64_t columns, float eps) {
+    for (int64_t t = 0; t < n; ++t, x += columns, y += columns) {
+        vec sum = {};
+        int64_t i = 0;
+        for (; i + LANES <= columns; i += LANES) sum += load(x + i) * load(x + i);
+        float squares = total(sum);
+        for (; i < columns; ++i) squares += x[i] * x[i];
+        float factor = 1 / std::sqrt(squares / columns + eps);
+        for (i = 0; i + LANES <= columns; i += LANES) store(y + i, load(x + i) * all(factor) * load(weight + i));
+        for (; i < columns; ++i) y[i] = x[i] * factor * weight[i];
     }
 }
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ class _Form(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("gate", "additive", "norm", "beta_is_logit", "stream")),
         *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
         *((name, ctypes.c_void_p) for name in ("rate", "bias")),
+    ]
+
+
+class _Query(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "key_dim", "value_dim")),
+        ("scale", ctypes.c_float),
+        ("is_half", ctypes.c_int32),
+    ]
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        *((f"{name}_{axis}", ctypes.c_int64) for name in ("key", "value") for axis in ("batch", "row", "head")),
     ]
 
 
@@ -54,8 +70,11 @@ def library() -> tuple[Any, str]:
     loaded.palimpsest_forward.argtypes = [pointer] * 13 + [ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_backward.argtypes = [pointer] * 12 + [ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_mxfp4.argtypes = [pointer] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
-    loaded.palimpsest_few.argtypes = [pointer] * 4 + [ctypes.c_int32] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
-    for function in ("forward", "backward", "mxfp4", "few"):
+    loaded.palimpsest_few.argtypes = [pointer] * 4 + [ctypes.c_int32] * 2 + [ctypes.c_int64] * 3
+    loaded.palimpsest_few.argtypes += [pointer, ctypes.c_int64, ctypes.c_int32]
+    loaded.palimpsest_attend.argtypes = [pointer] * 5 + [ctypes.c_int64, ctypes.c_int32]
+    loaded.palimpsest_rms_norm.argtypes = [pointer] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
+    for function in ("forward", "backward", "mxfp4", "few", "attend", "rms_norm"):
         getattr(loaded, f"palimpsest_{function}").restype = None
     loaded.palimpsest_tile.restype = ctypes.c_int64
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
@@ -158,15 +177,17 @@ def mxfp4_matmul(x: Tensor, packed: Tensor, scale: Tensor) -> Tensor:
     return y
 
 
+ONE = ctypes.c_int64 * 1
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
-def few_matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+def few_matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None, counts: list[int] | None = None) -> Tensor:
     """x float32 or bfloat16 [n,in], a few rows, against weight [out,in] -> y [n,out], as x.
 
-    The weight is float32 or bfloat16, or int8 with scale float16 [out,in/32].
+    The weight is float32 or bfloat16, or int8 with scale float16 [out,in/32]. With `counts` it is a stack [E,out,in], whose
+    matrix e meets the next counts[e] rows.
     """
-    (n, columns), rows = x.shape, weight.shape[0]  # plain numbers: a step makes hundreds of these calls
+    (n, columns), rows = x.shape, weight.shape[-2]  # plain numbers: a step makes hundreds of these calls
     x, weight, y = x.contiguous(), weight.contiguous(), x.new_empty(n, rows)
     library()[0].palimpsest_few(
         weight.data_ptr(),
@@ -178,8 +199,38 @@ def few_matmul(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor
         n,
         rows,
         columns,
+        ONE(n) if counts is None else (ctypes.c_int64 * len(counts))(*counts),
+        1 if counts is None else len(counts),
         torch.get_num_threads() if rows * columns > 1 << 16 else 1,
     )
+    return y
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+    """Softmax attention of one query a sequence: q [B,1,H,K] over the first lengths[b] > 0 rows of k [B,S,Hkv,K] and
+    v [B,S,Hkv,V] -> o [B,1,H,V]. All float32 or all bfloat16, channels next to one another; sums in float32. No gradient."""
+    (batch, _, heads, key_dim), value_dim = q.shape, v.shape[3]
+    q, o = q.contiguous(), q.new_empty(batch, 1, heads, value_dim)
+    (k_batch, k_row, k_head, _), (v_batch, v_row, v_head, _) = k.stride(), v.stride()
+    longest = max(lengths)
+    work = batch * heads * longest * (key_dim + value_dim)
+    library()[0].palimpsest_attend(
+        ctypes.byref(_Query(batch, heads, k.shape[2], key_dim, value_dim, scale, q.dtype is torch.bfloat16)),
+        ctypes.byref(_Cache(k.data_ptr(), v.data_ptr(), k_batch, k_row, k_head, v_batch, v_row, v_head)),
+        q.data_ptr(),
+        (ctypes.c_int64 * batch)(*lengths),
+        o.data_ptr(),
+        longest,
+        torch.get_num_threads() if work > 1 << 16 else 1,
+    )
+    return o
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, float32; for a few rows. No gradient."""
+    x, weight, columns = x.contiguous(), weight.contiguous(), x.shape[-1]
+    y = torch.empty_like(x)
+    library()[0].palimpsest_rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), x.numel() // columns, columns, eps)
     return y
 
 

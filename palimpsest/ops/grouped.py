@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palimpsest.ops.linear import linear
+from palimpsest.ops import cpu
+from palimpsest.ops.linear import linear, takes_few
 
 FEW = 16  # rows of a decoding step, which meet few of the experts
 
@@ -32,7 +33,9 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _few(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """The chosen experts one by one: torch's grouped product would visit all of them."""
+    """The chosen experts alone: torch's grouped product would visit all of them."""
+    if takes_few(x, weight):
+        return cpu.few_matmul(x, weight, None, counts.tolist())
     chosen = counts.nonzero().flatten().tolist()
     rows = x.split(counts[chosen].tolist())
     if not chosen:

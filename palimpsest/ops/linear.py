@@ -24,10 +24,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     x [...,in], weight [out,in] -> [...,out] in x's dtype; products are summed in float32.
     """
-    if weight.dtype is x.dtype and x.dtype in (torch.float32, torch.bfloat16) and _is_small(x, weight):
+    if takes_few(x, weight):
         y = cpu.few_matmul(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
     return F.linear(x, weight, bias)
+
+
+def takes_few(x: Tensor, weight: Tensor) -> bool:
+    """Whether the compiled product takes a few rows of x and weights of the same dtype."""
+    return weight.dtype is x.dtype and x.dtype in (torch.float32, torch.bfloat16) and _is_small(x, weight)
 
 
 def q8_0_encode(weight: Tensor) -> tuple[Tensor, Tensor]:

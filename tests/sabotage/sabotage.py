@@ -46,7 +46,7 @@ def killer(mutant: Mutant, folder: Path) -> str | None:
     if source.count(mutant.old) != 1:
         raise ValueError(f"{mutant.file} holds {source.count(mutant.old)} times: {mutant.old!r}")
     path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-    if path.suffix == ".cpp":
+    if path.suffix in (".cpp", ".h"):
         build = "import hatch_build as b; assert all(b.compiles('c++', march, name) for name, march in b.TARGETS.items())"
         subprocess.run([sys.executable, "-c", build], cwd=copy, check=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
