@@ -552,16 +552,21 @@ void palimpsest_few(const void *weight, const uint16_t *scale, const void *x, vo
 // o [B, H, V]: the softmax of q [B, H, K] over the first lengths[b] rows of each sequence, all float32 or, `is_half`, bfloat16.
 void palimpsest_attend(const Query *query, const Cache *cache, const void *q, const int64_t *lengths, void *o, int64_t longest,
                        int32_t threads) {
+    const Query &a = *query;
+    int64_t parts = (threads + a.batch - 1) / a.batch, width = (a.heads + parts - 1) / parts;
+    parts = (a.heads + width - 1) / width;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         FlushSubnormals flush;
-        float *room = aligned(query->key_dim + query->value_dim + longest + 4 * LANES);
+        float *room = aligned(a.heads * (padded(a.key_dim) + padded(a.value_dim) + padded(longest)));
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < query->batch * query->heads; ++item)
-            if (query->is_half)
-                attend_head(*query, *cache, (const uint16_t *)q, lengths, (uint16_t *)o, item, room);
+        for (int64_t item = 0; item < a.batch * parts; ++item) {
+            int64_t b = item / parts, first = item % parts * width, last = first + width < a.heads ? first + width : a.heads;
+            if (a.is_half)
+                attend_heads(a, *cache, (const uint16_t *)q, lengths[b], (uint16_t *)o, b, first, last, room);
             else
-                attend_head(*query, *cache, (const float *)q, lengths, (float *)o, item, room);
+                attend_heads(a, *cache, (const float *)q, lengths[b], (float *)o, b, first, last, room);
+        }
         std::free(room);
     }
 }

@@ -182,29 +182,26 @@ struct Query {
     int32_t is_half;
 };
 
-// scores[s] = scale <q, key s>, LANES rows at a time; each score is the same whichever its neighbours are.
+// scores[s] = scale <q, key s> for up to LANES rows.
 template <typename Number>
-INLINE void score(const float *q, const Number *keys, int64_t row, int64_t rows, int64_t dim, float scale, float *scores) {
-    for (int64_t first = 0; first < rows; first += LANES) {
-        vec sum[LANES] = {};
-        int64_t count = rows - first < LANES ? rows - first : LANES;
-        for (int64_t l = 0; l < count; ++l) {
-            const Number *key = keys + (first + l) * row;
-            vec even = {}, odd = {};
-            int64_t i = 0;
-            for (; i + 2 * LANES <= dim; i += 2 * LANES) {
-                even += load(q + i) * wide(key + i);
-                odd += load(q + i + LANES) * wide(key + i + LANES);
-            }
-            for (; i + LANES <= dim; i += LANES) even += load(q + i) * wide(key + i);
-            sum[l] = even + odd;
-            for (; i < dim; ++i) sum[l][0] += q[i] * widened(key[i]);
+INLINE void score(const float *q, const Number *keys, int64_t row, int64_t count, int64_t dim, float scale, float *scores) {
+    vec sum[LANES] = {};
+    for (int64_t l = 0; l < count; ++l) {
+        const Number *key = keys + l * row;
+        vec even = {}, odd = {};
+        int64_t i = 0;
+        for (; i + 2 * LANES <= dim; i += 2 * LANES) {
+            even += load(q + i) * wide(key + i);
+            odd += load(q + i + LANES) * wide(key + i + LANES);
         }
-        store(scores + first, sums(sum) * all(scale));
+        for (; i + LANES <= dim; i += LANES) even += load(q + i) * wide(key + i);
+        sum[l] = even + odd;
+        for (; i < dim; ++i) sum[l][0] += q[i] * widened(key[i]);
     }
+    store(scores, sums(sum) * all(scale));
 }
 
-// scores[s] <- exp(scores[s] - largest), zero behind the last row up to a whole vector; the sum comes back.
+// scores[s] <- exp(scores[s] - largest); the sum comes back.
 INLINE float weigh(float *scores, int64_t rows) {
     float largest = scores[0], sum = 0, lost = 0;
     for (int64_t s = 0; s < rows; ++s) {
@@ -216,35 +213,45 @@ INLINE float weigh(float *scores, int64_t rows) {
     return sum + lost;
 }
 
-// o = sum_s weight[s] value[s] / total, four vectors of channels at a time.
+// o += sum_s weight[s] value[s] over up to LANES rows, four vectors of channels at a time.
 template <typename Number>
-INLINE void gather(const float *weights, const Number *values, int64_t row, int64_t rows, int64_t dim, float total, float *o) {
+INLINE void gather(const float *weights, const Number *values, int64_t row, int64_t count, int64_t dim, float *o) {
     int64_t c = 0;
     for (; c + 4 * LANES <= dim; c += 4 * LANES) {
-        vec sum[4] = {};
-        for (int64_t s = 0; s < rows; ++s)
+        vec sum[4];
+        for (int n = 0; n < 4; ++n) sum[n] = load(o + c + n * LANES);
+        for (int64_t s = 0; s < count; ++s)
 #pragma GCC unroll 4
             for (int n = 0; n < 4; ++n) sum[n] += all(weights[s]) * wide(values + s * row + c + n * LANES);
-        for (int n = 0; n < 4; ++n) store(o + c + n * LANES, sum[n] / all(total));
+        for (int n = 0; n < 4; ++n) store(o + c + n * LANES, sum[n]);
     }
-    for (; c < dim; ++c) {
-        float sum = 0;
-        for (int64_t s = 0; s < rows; ++s) sum += weights[s] * widened(values[s * row + c]);
-        o[c] = sum / total;
-    }
+    for (; c < dim; ++c)
+        for (int64_t s = 0; s < count; ++s) o[c] += weights[s] * widened(values[s * row + c]);
 }
 
+INLINE int64_t padded(int64_t floats) { return (floats + LANES) / LANES * LANES; }
+
+// Heads [first, last) of one sequence. Heads lie beside one another in memory, so a few rows of all pass before the next few.
 template <typename Number>
-INLINE void attend_head(const Query &a, const Cache &c, const Number *q, const int64_t *lengths, Number *o, int64_t item,
-                        float *room) {
-    int64_t b = item / a.heads, head = item % a.heads, key_head = head / (a.heads / a.key_heads);
-    float *query = room, *result = query + (a.key_dim + LANES) / LANES * LANES,
-          *scores = result + (a.value_dim + LANES) / LANES * LANES;
-    for (int64_t i = 0; i < a.key_dim; ++i) query[i] = widened(q[item * a.key_dim + i]);
-    const Number *keys = (const Number *)c.keys + b * c.key_batch + key_head * c.key_head;
-    const Number *values = (const Number *)c.values + b * c.value_batch + key_head * c.value_head;
-    score(query, keys, c.key_row, lengths[b], a.key_dim, a.scale, scores);
-    float sum = weigh(scores, lengths[b]);
-    gather(scores, values, c.value_row, lengths[b], a.value_dim, sum, result);
-    for (int64_t i = 0; i < a.value_dim; ++i) narrow(result[i], o + item * a.value_dim + i);
+INLINE void attend_heads(const Query &a, const Cache &c, const Number *q, int64_t length, Number *o, int64_t b, int64_t first,
+                         int64_t last, float *room) {
+    int64_t group = a.heads / a.key_heads, row_q = padded(a.key_dim), row_o = padded(a.value_dim), row_s = padded(length);
+    float *queries = room, *results = queries + a.heads * row_q, *scores = results + a.heads * row_o;
+    const Number *keys = (const Number *)c.keys + b * c.key_batch, *values = (const Number *)c.values + b * c.value_batch;
+    for (int64_t h = first; h < last; ++h)
+        for (int64_t i = 0; i < a.key_dim; ++i) queries[h * row_q + i] = widened(q[(b * a.heads + h) * a.key_dim + i]);
+    for (int64_t s = 0; s < length; s += LANES)
+        for (int64_t h = first; h < last; ++h)
+            score(queries + h * row_q, keys + s * c.key_row + h / group * c.key_head, c.key_row,
+                  length - s < LANES ? length - s : LANES, a.key_dim, a.scale, scores + h * row_s + s);
+    float total[last - first];
+    for (int64_t h = first; h < last; ++h) total[h - first] = weigh(scores + h * row_s, length);
+    std::memset(results + first * row_o, 0, (last - first) * row_o * 4);
+    for (int64_t s = 0; s < length; s += LANES)
+        for (int64_t h = first; h < last; ++h)
+            gather(scores + h * row_s + s, values + s * c.value_row + h / group * c.value_head, c.value_row,
+                   length - s < LANES ? length - s : LANES, a.value_dim, results + h * row_o);
+    for (int64_t h = first; h < last; ++h)
+        for (int64_t i = 0; i < a.value_dim; ++i)
+            narrow(results[h * row_o + i] / total[h - first], o + (b * a.heads + h) * a.value_dim + i);
 }
