@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from palimpsest.ops.triton.backward import chunk_back, pairs_back, scan_back
-from palimpsest.ops.triton.launch import CHUNK, Inputs, Prepared, _stride, config, prepare, results, walk
+from palimpsest.ops.triton.launch import CHUNK, Inputs, Prepared, _stride, config, prepare, results, running, walk
 
 
 class Recurrence(torch.autograd.Function):
@@ -43,6 +43,7 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     adjoint = q.new_empty(slots, heads, CHUNK, value_dim, dtype=given.dtype)
     d_initial = torch.empty_like(d_final)
     _scan_back(given, ready, d_o, d_final, d_initial, leaving, adjoint)
+    total = running(given) if given.gate and not given.vector else ready.total
     rows, squares = ready.rows, (ready.reads, ready.solve)  # the pass over pairs writes its results where these were
     del ready
     d_v = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -56,7 +57,7 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     )  # fmt: skip
     del o
     options = config(given, "chunk_back")
-    blocks, repeat, total = given.padded // options["BK"], heads // q.shape[2], v.shape[0] * v.shape[1]
+    blocks, repeat = given.padded // options["BK"], heads // q.shape[2]
     d_q, d_k = (v.new_empty((*v.shape[:3], key_dim), dtype=x.dtype if repeat == 1 else torch.float32) for x in (q, k))
     d_g = d_bias = d_rate = None
     if g is not None:
@@ -68,9 +69,9 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     form = given.form()
     del form["LOGIT"], form["NORM"]
     chunk_back[(heads, slots, blocks)](
-        q, k, v, g, given.a_log, given.bias, d_o, updates, adjoint, entering, leaving, rows, *squares, along,
+        q, k, v, g, given.a_log, given.bias, total, d_o, updates, adjoint, entering, leaving, rows, *squares, along,
         d_q, d_k, d_g, d_bias, d_rate, given.sums(), bounds,
-        *numbers, total, _stride(q), _stride(k), _stride(v), _stride(g), given.scale, given.bound or 0.0,
+        *numbers, v.shape[0] * v.shape[1], _stride(q), _stride(k), _stride(v), _stride(g), given.scale, given.bound or 0.0,
         **sizes, **form, **shared, VECTOR=given.vector, **options,
     )  # fmt: skip
     if repeat > 1:

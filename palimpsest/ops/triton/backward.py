@@ -16,19 +16,18 @@ import triton
 import triton.language as tl
 
 from palimpsest.ops.triton.gates import (
-    AFTER,
     BEFORE,
     CHUNK,
     FROM_HERE,
     LN2,
-    UP_TO,
+    MIDDLE,
+    SAFE,
     belongs,
     chunk_of,
     dot,
     dot_add,
-    factors_of,
+    from_pivot,
     log_decay,
-    parts_of,
     table_sums,
 )
 
@@ -188,9 +187,9 @@ def pull(d_p, d_a, d_q, d_row, d_column, q, k, up, down, ERASE: tl.constexpr, DT
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def chunk_back(
-    q, k, v, g, a_log, bias, d_o, updates, adjoint, entering, leaving, rows, d_reads, d_overlaps, along,
+    q, k, v, g, a_log, bias, total, d_o, updates, adjoint, entering, leaving, rows, d_reads, d_overlaps, along,
     d_q, d_k, d_g, d_bias, d_rate, table, bounds,
-    tokens, chunks, total, stride_q, stride_k, stride_v, stride_g, scale, lower_bound,
+    tokens, chunks, all_tokens, stride_q, stride_k, stride_v, stride_g, scale, lower_bound,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     V: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, VECTOR: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
     COLUMNS: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
@@ -198,8 +197,8 @@ def chunk_back(
     """BK key channels of one chunk of one value head: gradients of q, k and g, and this chunk's part of those of the gate's
     bias and rate.
 
-    A scalar gate is worked on as a vector gate with equal channels; its g comes back as the gradient of the log decay, one
-    part [total,HV] for every block of channels.
+    `total` as `gates.running_sums` leaves it. A scalar gate is worked on as a vector gate with equal channels; its g comes back
+    as the gradient of the log decay, one part [all_tokens,HV] for every block of channels.
     """
     head, slot, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
@@ -248,45 +247,50 @@ def chunk_back(
             total_k += against(v, stride_v, beta, leaving, c, live, K, V, BK, BV, False, DT)
         total_k += d_column
     else:
-        rate = 1.0
-        if GATE > 1:
-            rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-        if VECTOR:
-            raw = tl.load(g + (start * stride_g + head * K) + (row * stride_g + c[None, :]), mask=mask, other=0.0)
-            raw = raw.to(tl.float32)
-            if BIAS:
-                raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-        else:
-            raw = tl.load(g + (start * stride_g + head) + i * stride_g, mask=live, other=0.0).to(tl.float32)[:, None]
-            if BIAS:
-                raw += tl.load(bias + head).to(tl.float32)
-        decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
+        WIDTH: tl.constexpr = KP if VECTOR else 1
+        from_channel = c if VECTOR else c * 0  # one for all
+        total += place * CHUNK * WIDTH
         # A row's own key does not decay: it must leave no rounding noise in the gradient of the decay.
         diagonal = tl.sum(tl.where(row == column, d_p, 0.0), 1)[:, None]
-        parts, safe = parts_of(table, decay, DT)
-        for part in range(parts):
-            level, of_row, of_column = factors_of(table, part, safe, decay, DT)
+        offset = from_pivot(total, MIDDLE, from_channel, WIDTH)
+        safe = tl.max(tl.abs(offset)) <= SAFE
+        if safe:
+            inside = belongs(i, MIDDLE)
+            p, a = tl.where(inside, d_p, 0.0), tl.where(inside, d_a, 0.0)
+            up, down = tl.exp2(offset), tl.exp2(-offset)
+            total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, up, down, ERASE, DT)
+        for level in range(tl.where(safe, 5, 0), 6):
             inside = belongs(i, level)
             p, a = tl.where(inside, d_p, 0.0), tl.where(inside, d_a, 0.0)
-            total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, of_row, of_column, ERASE, DT)
-        weight = tl.exp2(table_sums(table, UP_TO, decay, DT))
+            up = tl.exp2(-tl.abs(from_pivot(total, level, from_channel, WIDTH)))
+            total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, up, up, ERASE, DT)
+        here = tl.load(total + (row * WIDTH + from_channel[None, :]))
+        last = tl.load(total + (CHUNK - 1) * WIDTH + from_channel)
+        weight = tl.exp2(here.to(tl.float32))
         total_q += weight * against(d_o, VALUE_HEADS * V, beta, entering, c, live, K, V, BK, BV, False, DT)
         if ERASE:
             total_k -= weight * against(adjoint, V, beta, entering, c, live, K, V, BK, BV, True, DT)
             rise = against(updates, V, beta, leaving, c, live, K, V, BK, BV, True, DT)
         else:
             rise = against(v, stride_v, beta, leaving, c, live, K, V, BK, BV, False, DT)
-        rise *= tl.exp2(table_sums(table, AFTER, decay, DT))
+        rise *= tl.exp2((last[None, :] - here).to(tl.float32))
         # The gradient of an exponential's exponent is the term itself. Terms up to the end of the chunk count for every row
         # before theirs, those of k_up for every row after: as one difference the two sums would lose their digits.
         d_log = table_sums(table, FROM_HERE, x_q * total_q + x_k * (total_k - d_column), DT)
         d_log += table_sums(table, BEFORE, x_k * rise, DT)
         d_keep = overlap(entering, leaving, c, K, V, BK, BV)
-        d_log = tl.where(mask, d_log + (d_keep * tl.exp2(tl.sum(decay, 0)))[None, :], 0.0)
+        d_log = tl.where(mask, d_log + (d_keep * tl.exp2(last.to(tl.float32)))[None, :], 0.0)
         total_q += diagonal * x_k
         total_k += d_column + rise + diagonal * x_q
         if VECTOR:
-            d_raw, part = gate_back(raw, decay, d_log, rate, lower_bound, GATE)
+            rate = 1.0
+            if GATE > 1:
+                rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+            raw = tl.load(g + (start * stride_g + head * K) + (row * stride_g + c[None, :]), mask=mask, other=0.0)
+            raw = raw.to(tl.float32)
+            if BIAS:
+                raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+            d_raw, part = gate_back(raw, d_log, rate, lower_bound, GATE)
             out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
             tl.store(d_g + out, d_raw.to(d_g.dtype.element_ty), mask=mask)
             if BIAS:
@@ -294,7 +298,7 @@ def chunk_back(
             if GATE > 1:
                 tl.store(d_rate + place * (KP // BK) + block, tl.sum(tl.sum(part, 1), 0))
         else:
-            out = (block.to(tl.int64) * total + start) * VALUE_HEADS + head + i * VALUE_HEADS
+            out = (block.to(tl.int64) * all_tokens + start) * VALUE_HEADS + head + i * VALUE_HEADS
             tl.store(d_g + out, tl.sum(d_log, 1), mask=live)
     total_q *= scale
     if NORM:
@@ -336,12 +340,12 @@ def overlap(entering, leaving, c, K: tl.constexpr, V: tl.constexpr, BK: tl.const
 
 
 @triton.jit
-def gate_back(raw, decay, d_log, rate, bound, GATE: tl.constexpr):
+def gate_back(raw, d_log, rate, bound, GATE: tl.constexpr):
     """From the gradient of the log decay to that of the gate's input, and to this element's part of that of A_log."""
     d_raw, part = d_log, d_log
     if GATE == 2:
         d_raw = -rate * tl.sigmoid(raw) * d_log
-        part = decay * LN2 * d_log
+        part = log_decay(raw, rate, bound, GATE) * LN2 * d_log
     if GATE == 3:
         open = tl.sigmoid(rate * raw)
         d_raw = bound * open * (1 - open) * rate * d_log

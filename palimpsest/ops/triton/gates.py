@@ -97,9 +97,8 @@ def ones(where):
 # one block of 32, split at its middle row, where no factor overflows. So MIDDLE and level 5 cover all pairs, as do levels 0 to
 # 5. Part and level are ordinary arguments of one loop: every product written out once more would cost registers.
 MIDDLE = tl.constexpr(-1)
-# Which rows of g the sums of a chunk take, as [64,64] matrices in memory: rows up to this one, rows after it, rows from it on,
-# rows before it; then the exponents of MIDDLE (with sign) and those of levels 0 to 5: rows between this one and the middle.
-UP_TO, AFTER, FROM_HERE, BEFORE, PARTS = (tl.constexpr(kind) for kind in (0, 1, 2, 3, 5))
+# Rows that two sums of a gradient take, as [64,64] matrices in memory: rows from this one on, rows before it.
+FROM_HERE, BEFORE = tl.constexpr(0), tl.constexpr(1)
 # Largest exponent (base 2) of a factor. A gate bounded by -5 reaches 115 from the middle of 32 rows. What overflows is only
 # the product of two large factors, above the diagonal, where it is thrown away.
 SAFE = tl.constexpr(118.0)
@@ -112,23 +111,45 @@ def table_sums(table, kind, g, DT: tl.constexpr):
     return sums(tl.load(table + kind * CHUNK * CHUNK + (i[:, None] * CHUNK + i[None, :])), g, DT)
 
 
-@triton.jit
-def parts_of(table, g, DT: tl.constexpr):
-    """How many parts there are, and whether the first is MIDDLE and the second level 5 (else they are levels 0 to 5)."""
-    safe = tl.max(tl.abs(table_sums(table, PARTS + MIDDLE, g, DT))) <= SAFE
-    return tl.where(safe, 2, 6), safe
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def running_sums(
+    g, a_log, bias, total, bounds, tokens, chunks, stride_g, lower_bound,
+    VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """G [slots,HV,64,KP] in base 2, one chunk of one head: the decay of row t is exp2(G_t) since the chunk began, and that from
+    row j to row i is exp2(G_i - G_j). Rows behind the last token repeat it. K 1: a gate per head.
+
+    In bfloat16 G is float32, whose last digit at 64 tokens of the strongest decay is 1e-3: still below the operands' own. Else
+    it is float64, and differences keep float32's digits.
+    """
+    head, slot = tl.program_id(0), tl.program_id(1)
+    start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
+    c = tl.arange(0, KP)
+    g += start * stride_g + head * K + c
+    total += (slot.to(tl.int64) * VALUE_HEADS + head) * CHUNK * KP + c
+    rate, moved = 1.0, tl.zeros([KP], tl.float32)
+    if GATE > 1:
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    if BIAS:
+        moved += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)
+    here = tl.zeros([KP], total.dtype.element_ty)
+    for first in range(0, CHUNK, 8):
+        for t in tl.static_range(8):
+            live = (first + t < count) & (c < K)
+            raw = tl.load(g + (first + t) * stride_g, mask=live, other=0.0).to(tl.float32) + moved
+            here += tl.where(live, log_decay(raw, rate, lower_bound, GATE), 0.0).to(here.dtype)
+            tl.store(total + (first + t) * KP, here)
 
 
 @triton.jit
-def factors_of(table, part, safe, g, DT: tl.constexpr):
-    """The level of a part, and its factors of rows and of columns [64,BK]."""
-    level = tl.where(safe, tl.where(part == 0, MIDDLE, 5), part)
-    exponent = table_sums(table, PARTS + level, g, DT)
-    of_row = tl.exp2(exponent)
-    of_column = of_row
-    if level == MIDDLE:
-        of_column = tl.exp2(-exponent)
-    return level, of_row, of_column
+def from_pivot(total, level, c, WIDTH: tl.constexpr):
+    """G_i - G_pivot [64,BK] of channels c: pivots are the middle rows of blocks of 32 (MIDDLE), or of a level's blocks the last
+    rows of their first halves. `total` points to a chunk's G, WIDTH channels a row, 1 for all of a scalar gate."""
+    i = tl.arange(0, CHUNK)
+    half = tl.where(level == MIDDLE, 0, level)
+    of_level = (i >> (half + 1) << (half + 1)) + ((i * 0 + 1) << half) - 1
+    pivot = tl.where(level == MIDDLE, (i >> 5 << 5) + 16, of_level)
+    return (tl.load(total + (i[:, None] * WIDTH + c[None, :])) - tl.load(total + (pivot[:, None] * WIDTH + c[None, :]))).to(tl.float32)
 
 
 @triton.jit

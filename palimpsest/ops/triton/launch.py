@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from palimpsest.ops.triton.gates import running_sums
 from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector, solve
 from palimpsest.ops.triton.scan import fold, scan
 from palimpsest.ops.triton.step import step
@@ -123,6 +124,7 @@ class Prepared(NamedTuple):
     reads: Tensor  # P [slots,HV,64,64]
     solve: Tensor | None  # Z [slots,HV,64,64]
     rows: Tensor  # beta and factors of rows, [slots,HV,3,64] or [slots,HV,6,64]
+    total: Tensor | None  # G of a vector gate, as `running` gives it
 
 
 @functools.lru_cache(maxsize=64)
@@ -156,14 +158,9 @@ def _cut(lengths: tuple[int, ...], few: int, device: torch.device) -> tuple[Tens
 
 @functools.lru_cache(maxsize=16)
 def _sums(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[11,64,64]: kinds of sums in the order that `gates` gives them; row i takes the rows t of g that have a 1 or -1."""
+    """[2,64,64]: the matrices of `gates.FROM_HERE` and `gates.BEFORE`; row i takes the rows t that have a 1."""
     i, t = torch.arange(CHUNK).unsqueeze(1), torch.arange(CHUNK)
-    middle = i // 32 * 32 + 16
-    kinds = [t <= i, t > i, t >= i, t < i, ((t > middle) & (t <= i)).int() - ((t > i) & (t <= middle)).int()]
-    for level in range(6):
-        second = (i >> level) % 2 == 1
-        kinds.append((i >> level == t >> level) & ((second & (t <= i)) | (~second & (t > i))))
-    return torch.stack([kind.int() for kind in kinds]).to(device, dtype)
+    return torch.stack([(t >= i).int(), (t < i).int()]).to(device, dtype)
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -189,34 +186,49 @@ def prepare(given: Inputs) -> Prepared:
     """Every chunk's part that needs no state."""
     q, k, g, beta = given.q, given.k, given.g, given.beta
     heads, slots, padded = given.v.shape[2], given.slots, given.padded
+    total = running(given) if given.vector else None
     reads = q.new_empty(slots, heads, CHUNK, CHUNK, dtype=given.dtype)
     # Unit keys overlap by at most one: half precision is enough for them.
     small = given.half and given.norm
     overlaps = torch.empty_like(reads, dtype=torch.float16 if small else torch.float32) if given.erase else None
     solved = None if overlaps is None else overlaps.view(given.dtype) if small or not given.half else torch.empty_like(reads)
     tail = (given.table()[0],)
-    numbers = (q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), _stride(beta), given.scale)
+    sizes, strides = (q.shape[1], given.chunks), (_stride(q), _stride(k))
     grid = (heads, slots)
     if given.vector:
         decayed = [q.new_empty(slots, heads, CHUNK, padded, dtype=given.dtype) for _ in range(3)]
         keep = q.new_empty(slots, heads, padded, dtype=torch.float32)
         rows = q.new_empty(slots, heads, 3, CHUNK, dtype=torch.float32)
         prepare_vector[grid](
-            q, k, g, beta, given.a_log, given.bias, given.sums(), *tail, *decayed, keep, reads, overlaps, rows, *numbers,
-            given.bound or 0.0,
-            **given.sizes(), **given.form(), **config(given, "prepare"),
+            q, k, beta, total, *tail, *decayed, keep, reads, overlaps, rows, *sizes, *strides, _stride(beta), given.scale,
+            **given.sizes(), NORM=given.norm, LOGIT=given.logit, **config(given, "prepare"),
         )  # fmt: skip
         solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=3 * CHUNK, HALF=small, **config(given, "solve"))
-        return Prepared(*decayed, keep, reads, solved, rows)
+        return Prepared(*decayed, keep, reads, solved, rows, total)
     keep = q.new_empty(slots, heads, dtype=torch.float32)
     rows = q.new_empty(slots, heads, 6, CHUNK, dtype=torch.float32)
     prepare_scalar[grid](
-        q, k, g, beta, given.a_log, given.bias, *tail, keep, reads, overlaps, rows, *numbers,
+        q, k, g, beta, given.a_log, given.bias, *tail, keep, reads, overlaps, rows, *sizes, *strides, _stride(g), _stride(beta),
+        given.scale,
         **given.sizes(), **given.form(), ERASE=given.erase, **config(given, "prepare"),
     )  # fmt: skip
     if given.erase:
         solve[(slots * heads,)](overlaps, solved, rows, COLUMNS=6 * CHUNK, HALF=small, **config(given, "solve"))
-    return Prepared(None, None, None, keep, reads, solved, rows)
+    return Prepared(None, None, None, keep, reads, solved, rows, None)
+
+
+def running(given: Inputs) -> Tensor:
+    """G of every chunk, [slots,HV,64,KP], or [slots,HV,64,1] of a scalar gate."""
+    g, heads = given.g, given.v.shape[2]
+    assert g is not None
+    key_dim, width = (given.q.shape[3], given.padded) if given.vector else (1, 1)
+    total = g.new_empty(given.slots, heads, CHUNK, width, dtype=torch.float32 if given.half else torch.float64)
+    running_sums[(heads, given.slots)](
+        g, given.a_log, given.bias, total, given.table()[0], g.shape[1], given.chunks, _stride(g), given.bound or 0.0,
+        VALUE_HEADS=heads, K=key_dim, KP=width, GATE=given.gate, BIAS=given.bias is not None,
+        PACKED=given.lengths is not None, **config(given, "running_sums"),
+    )  # fmt: skip
+    return total
 
 
 def results(given: Inputs) -> tuple[Tensor, Tensor]:
@@ -299,6 +311,8 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
     wide = given.padded > 128
     if kernel == "prepare":
         return {"BK": min(64 if given.half else 32, given.padded), "num_warps": 4, "num_stages": 1}
+    if kernel == "running_sums":
+        return {"num_warps": max(1, min(4, given.padded // 64)) if given.vector else 1, "num_stages": 1}
     if kernel == "fold":
         return {"BV": 16, "num_warps": 4, "num_stages": 1}
     if kernel == "solve":
@@ -309,7 +323,7 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
     if kernel == "pairs_back":
         return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
     if kernel == "chunk_back":
-        return {"BK": min(32, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
+        return {"BK": min(32, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 4, "num_stages": 1}
     if not given.half:
         return {"BV": max(16, min(32, value_dim)), "num_warps": 8, "num_stages": 1}
     # Tiles of 32 channels without prefetching meet a fault of ptxas 12.8: it uses an address before it is there.

@@ -19,19 +19,16 @@ import triton
 import triton.language as tl
 
 from palimpsest.ops.triton.gates import (
-    AFTER,
     CHUNK,
     MIDDLE,
-    PARTS,
     SAFE,
-    UP_TO,
     belongs,
     chunk_of,
     dot,
+    from_pivot,
     log_decay,
     ones,
     sums,
-    table_sums,
 )
 
 
@@ -93,13 +90,13 @@ def join(z, b, of_row, of_column, HALF: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def prepare_vector(
-    q, k, g, beta, a_log, bias, table, bounds, q_down, k_down, k_up, keep, reads, overlaps, rows,
-    tokens, chunks, stride_q, stride_k, stride_g, stride_beta, scale, lower_bound,
+    q, k, beta, total, bounds, q_down, k_down, k_up, keep, reads, overlaps, rows,
+    tokens, chunks, stride_q, stride_k, stride_beta, scale,
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head with a gate per key channel. Strides are from token to token; `rows` [slots,HV,3,64] gets
-    beta and what q and k are divided by."""
+    """One chunk of one value head with a gate per key channel, `total` as `gates.running_sums` leaves it. Strides are from token
+    to token; `rows` [slots,HV,3,64] gets beta and what q and k are divided by."""
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
@@ -122,36 +119,27 @@ def prepare_vector(
     if LOGIT:
         strength = tl.where(live, tl.sigmoid(strength), 0.0)
     tl.store(rows, strength)
-    g += start * stride_g + head * K
+    total += place * CHUNK * KP
     q_down += place * CHUNK * KP
     k_down += place * CHUNK * KP
     k_up += place * CHUNK * KP
-    rate = 1.0
-    if GATE > 1:
-        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     p, a = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     square = row * CHUNK + column
-    # Read once, these stay in shared memory.
-    up_to, after = tl.load(table + UP_TO * CHUNK * CHUNK + square), tl.load(table + AFTER * CHUNK * CHUNK + square)
-    middle = tl.load(table + (PARTS + MIDDLE) * CHUNK * CHUNK + square)
     for block in range(KP // BK):
         c = block * BK + tl.arange(0, BK)
         mask = live[:, None] & (c < K)[None, :]
         x_k = tl.load(k + row * stride_k + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_k[:, None]
         x_q = tl.load(q + row * stride_q + c[None, :], mask=mask, other=0.0).to(tl.float32) * r_q[:, None]
-        raw = tl.load(g + row * stride_g + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        if BIAS:
-            raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-        decay = tl.where(mask, log_decay(raw, rate, lower_bound, GATE), 0.0)
+        here, last = tl.load(total + (row * KP + c[None, :])), tl.load(total + (CHUNK - 1) * KP + c)
         out = row * KP + c[None, :]
-        tl.store(keep + place * KP + c, tl.exp2(tl.sum(decay, 0)))
-        weight = tl.exp2(sums(up_to, decay, DT))
+        tl.store(keep + place * KP + c, tl.exp2(last.to(tl.float32)))
+        weight = tl.exp2(here.to(tl.float32))
         tl.store(q_down + out, (x_q * weight).to(DT))
         tl.store(k_down + out, (x_k * weight).to(DT))
-        weight = tl.exp2(sums(after, decay, DT))
+        weight = tl.exp2((last[None, :] - here).to(tl.float32))
         tl.store(k_up + out, (x_k * weight).to(DT))
         p += tl.where(row == column, tl.sum(x_q * x_k, 1)[:, None], 0.0)
-        offset = sums(middle, decay, DT)
+        offset = from_pivot(total, MIDDLE, c, KP)
         safe = tl.max(tl.abs(offset)) <= SAFE
         if safe:
             columns, inside = tl.trans((x_k * tl.exp2(-offset)).to(DT)), belongs(i, MIDDLE)
@@ -159,7 +147,7 @@ def prepare_vector(
             p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
             a += tl.where(inside, dot(x_k * weight, columns, DT), 0.0)
         for level in range(tl.where(safe, 5, 0), 6):
-            weight = tl.exp2(table_sums(table, PARTS + level, decay, DT))
+            weight = tl.exp2(-tl.abs(from_pivot(total, level, c, KP)))
             lower = (x_k * weight).to(DT)
             columns, inside = tl.trans(lower), belongs(i, level)
             p += tl.where(inside, dot(x_q * weight, columns, DT), 0.0)
