@@ -1,4 +1,4 @@
-"""The commands around training: `palimpsest train` and `palimpsest report`."""
+"""The commands around training: `palimpsest train`, `palimpsest evaluate` and `palimpsest report`."""
 
 from __future__ import annotations
 
@@ -97,6 +97,51 @@ def _assignment(item: str) -> tuple[str, Any]:
         return name, tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
         return name, value
+
+
+def evaluate(
+    model: Path,
+    text: list[Path],
+    /,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    encoding_errors: Literal["strict", "replace"] = "strict",
+    json: Json = None,
+) -> None:
+    """What a model makes of texts: nats per token, bits per byte, by tokens seen, and where a pair of tokens came before.
+
+    Each text is read in one go: memories and caches run on from window to window, however long it is. With --stride it is
+    read in overlapping windows instead, each from an empty memory.
+
+    Parameters
+    ----------
+    model
+        A model folder of ours or as others publish them, a GGUF file, or the folder of a training run.
+    text
+        Files or folders of UTF-8 text, JSONL (field "text", each line a text of its own) or parquet (column "text").
+    window
+        Tokens read at a time; 1024, or what the position table holds. Without --stride it changes no number.
+    stride
+        Tokens from the start of one window to that of the next, less than the window.
+    encoding_errors
+        strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
+    """
+    check_json(json)
+    import torch
+
+    from palimpsest import evaluate as scoring
+    from palimpsest.progress import Tokens
+    from palimpsest.published import load
+
+    read = list(scoring.documents(text, encoding_errors))
+    loaded, tokenizer = load(model)
+    if tokenizer is None:
+        raise InputError(f"{model}: there is no tokenizer in it; save the model with one")
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    facts = scoring.texts(loaded, tokenizer, read, window, stride, Tokens("evaluated").at)
+    print(scoring.render(facts))
+    write_json(json, {"model": str(model), **facts})
 
 
 def report(runs: list[Path], /, *, out: Path = Path("report.html"), json: Json = None) -> None:
