@@ -144,8 +144,21 @@ def evaluate(
     write_json(json, {"model": str(model), **facts})
 
 
-def report(runs: list[Path], /, *, out: Path = Path("report.html"), json: Json = None) -> None:
-    """Draw training runs over one another: loss, rate, gradients, updates, experts, speed and memory, as one HTML file.
+def report(
+    runs: list[Path] | None = None,
+    /,
+    *,
+    out: Path = Path("report.html"),
+    inside: Path | None = None,
+    prompt: str | None = None,
+    answer: str | None = None,
+    json: Json = None,
+) -> None:
+    """Draw training runs over one another, or what a model does with a prompt, as one HTML file.
+
+    Of runs: loss, rate, gradients, updates, experts, speed and memory. Of a prompt, layer by layer: half-lives of channels, how
+    strongly each token is written, norm and rank of the memory, what can still be read of a stored pair, attention, experts
+    chosen, weights over depth.
 
     Parameters
     ----------
@@ -153,8 +166,32 @@ def report(runs: list[Path], /, *, out: Path = Path("report.html"), json: Json =
         Folders of runs; their metrics.jsonl is read, also while they train.
     out
         The file to write.
+    inside
+        A model to look into: its folder, a GGUF file, or the folder of a run.
+    prompt
+        The text that it reads.
+    answer
+        A part of the prompt, the last of its kind, whose tokens are followed; without it the first token.
     """
     check_json(json)
+    if inside is None:
+        if prompt is not None or answer is not None or not runs:
+            raise InputError("report: give folders of runs, or --inside MODEL with --prompt TEXT")
+        _report_runs(runs, out, json)
+        return
+    if runs or prompt is None:
+        wrong = "runs were given beside --inside; leave them out" if runs else "--prompt is missing; give the text to read"
+        raise InputError(f"report: {wrong}")
+    from palimpsest import inside_report
+    from palimpsest.published import load
+
+    facts = inside_report.write(*load(inside), prompt, out, inside.name or str(inside), answer)
+    print(f"{facts['tokens']} tokens through {inside}")
+    print(out)
+    write_json(json, {"model": str(inside), "prompt": prompt, **facts})
+
+
+def _report_runs(runs: list[Path], out: Path, json: Path | None) -> None:
     from palimpsest import run_report
 
     facts = run_report.write(runs, out)
