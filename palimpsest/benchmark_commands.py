@@ -62,6 +62,29 @@ def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     write_json(out, {**_about(), "device": benchmark_gpu.device(), "rows": rows})
 
 
+@benchmark.command
+def memory(*, out: Path, pictures: Path | None = None) -> None:
+    """What each memory of the lineage keeps, without training: the numbers of docs/lineage.md. Half a minute.
+
+    Parameters
+    ----------
+    out
+        The file to write.
+    pictures
+        Also draw them into this folder.
+    """
+    check_json(out)
+    if pictures is not None and not pictures.is_dir():
+        raise InputError(f"--pictures {pictures}: there is no such folder; make it first")
+    from palimpsest import guide
+
+    rows = guide.measure()
+    write_json(out, {**_about(), "rows": rows})
+    for path in guide.draw(rows, pictures) if pictures is not None else []:
+        print(path)
+    print(f"{out}: {len(rows)} rows")
+
+
 def _device(name: str) -> torch.device:
     import torch
 

@@ -16,7 +16,7 @@ from palimpsest.config import InputError, SamplingConfig
 from palimpsest.output import Json, check_json, write_json
 from palimpsest.plan.command import plan
 from palimpsest.serving_commands import chat, serve
-from palimpsest.training_commands import report, train
+from palimpsest.training_commands import evaluate, report, train
 
 app = cyclopts.App(
     name="palimpsest",
@@ -215,6 +215,7 @@ def convert(
 
 
 app.command(train)
+app.command(evaluate)
 app.command(report)
 app.command(benchmark)
 app.command(plan)

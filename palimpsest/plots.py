@@ -128,12 +128,12 @@ def svg(ident: str, label: str, panels: Sequence[Panel]) -> str:
 
 def legend(panel: Panel) -> str:
     """An HTML list of the series' names, each behind a sample of its line or bar."""
-    samples = [_bar_sample(line.style, i) if panel.categories else _sample(line.style) for i, line in enumerate(panel.lines)]
+    samples = [_bar_sample(line.style, i) if panel.categories else sample(line.style) for i, line in enumerate(panel.lines)]
     items = (f"<li>{x}{escaped(line.name)}</li>" for x, line in zip(samples, panel.lines, strict=True))
     return f'<ul class="legend">{"".join(items)}</ul>'
 
 
-def _sample(style: int) -> str:
+def sample(style: int) -> str:
     colour, dashes = f"var(--s{style})", " ".join(f"{3 * dash:g}" for dash in DASHES[style])
     corners = " ".join(f"{24 + 6 * x:.1f},{9 - 6 * y:.1f}" for x, y in MARKERS[style])
     return (

@@ -134,3 +134,24 @@ class Transfer:
         is_terminal = sys.stderr.isatty()
         end = "\n" if is_last or not is_terminal else ""
         print(f"\r{line}\x1b[K" if is_terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+class Tokens:
+    """What a long pass over tokens shows on stderr: tokens done and time left; nothing in the first two seconds."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.began = time.perf_counter()
+        self.shown = self.began
+
+    def at(self, done: int, total: int) -> None:
+        now, is_terminal, is_last = time.perf_counter(), sys.stderr.isatty(), done >= total
+        was_shown = self.shown > self.began
+        if not (is_last and was_shown) and (now - self.began < 2 or now - self.shown < (0.2 if is_terminal else 10)):
+            return
+        self.shown = now
+        rate = done / (now - self.began)
+        left = int((total - done) / rate)
+        line = f"{self.what} {done:,} of {total:,} tokens, {rate:,.0f} tokens/s, {left // 60}:{left % 60:02} left"
+        end = "\n" if is_last or not is_terminal else ""
+        print(f"\r{line}\x1b[K" if is_terminal else line, end=end, file=sys.stderr, flush=True)

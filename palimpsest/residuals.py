@@ -31,15 +31,22 @@ def mix(sources: Tensor | Sequence[Tensor], norm_weight: Tensor, proj_weight: Te
         return values[0]
     kept = values[0].dtype
     dtype = torch.float64 if kept == torch.float64 else torch.float32
-    query = norm_weight.flatten().to(dtype) * proj_weight.flatten().to(dtype)
     values = [value.to(dtype) for value in values]
-    with torch.autocast(query.device.type, enabled=False):
-        scores = [(value @ query) * torch.rsqrt(value.square().mean(-1) + eps) for value in values]
-    shares = torch.stack(scores, -1).softmax(-1).unsqueeze(-2)
+    shares = depth_weights(values, norm_weight, proj_weight, eps).unsqueeze(-2)
     mixed = values[0] * shares[..., 0]
     for index, value in enumerate(values[1:], 1):
         mixed = torch.addcmul(mixed, value, shares[..., index])
     return mixed.to(kept)
+
+
+def depth_weights(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """How much each of the sources counts in `mix`: S tensors [...,D], as there, -> [...,S] that sum to 1."""
+    dtype = torch.float64 if sources[0].dtype == torch.float64 else torch.float32
+    query = norm_weight.flatten().to(dtype) * proj_weight.flatten().to(dtype)
+    values = [value.to(dtype) for value in sources]
+    with torch.autocast(query.device.type, enabled=False):
+        scores = [(value @ query) * torch.rsqrt(value.square().mean(-1) + eps) for value in values]
+    return torch.stack(scores, -1).softmax(-1)
 
 
 class Site(nn.Module):

@@ -1,4 +1,4 @@
-"""The commands around training: `palimpsest train` and `palimpsest report`."""
+"""The commands around training: `palimpsest train`, `palimpsest evaluate` and `palimpsest report`."""
 
 from __future__ import annotations
 
@@ -99,8 +99,66 @@ def _assignment(item: str) -> tuple[str, Any]:
         return name, value
 
 
-def report(runs: list[Path], /, *, out: Path = Path("report.html"), json: Json = None) -> None:
-    """Draw training runs over one another: loss, rate, gradients, updates, experts, speed and memory, as one HTML file.
+def evaluate(
+    model: Path,
+    text: list[Path],
+    /,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    encoding_errors: Literal["strict", "replace"] = "strict",
+    json: Json = None,
+) -> None:
+    """What a model makes of texts: nats per token, bits per byte, by tokens seen, and where a pair of tokens came before.
+
+    Each text is read in one go: memories and caches run on from window to window, however long it is. With --stride it is
+    read in overlapping windows instead, each from an empty memory.
+
+    Parameters
+    ----------
+    model
+        A model folder of ours or as others publish them, a GGUF file, or the folder of a training run.
+    text
+        Files or folders of UTF-8 text, JSONL (field "text", each line a text of its own) or parquet (column "text").
+    window
+        Tokens read at a time; 1024, or what the position table holds. Without --stride it changes no number.
+    stride
+        Tokens from the start of one window to that of the next, less than the window.
+    encoding_errors
+        strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
+    """
+    check_json(json)
+    import torch
+
+    from palimpsest import evaluate as scoring
+    from palimpsest.progress import Tokens
+    from palimpsest.published import load
+
+    read = list(scoring.documents(text, encoding_errors))
+    loaded, tokenizer = load(model)
+    if tokenizer is None:
+        raise InputError(f"{model}: there is no tokenizer in it; save the model with one")
+    loaded.to("cuda" if torch.cuda.is_available() else "cpu")
+    facts = scoring.texts(loaded, tokenizer, read, window, stride, Tokens("evaluated").at)
+    print(scoring.render(facts))
+    write_json(json, {"model": str(model), **facts})
+
+
+def report(
+    runs: list[Path] | None = None,
+    /,
+    *,
+    out: Path = Path("report.html"),
+    inside: Path | None = None,
+    prompt: str | None = None,
+    answer: str | None = None,
+    json: Json = None,
+) -> None:
+    """Draw training runs over one another, or what a model does with a prompt, as one HTML file.
+
+    Of runs: loss, rate, gradients, updates, experts, speed and memory. Of a prompt, layer by layer: half-lives of channels, how
+    strongly each token is written, norm and rank of the memory, what can still be read of a stored pair, attention, experts
+    chosen, weights over depth.
 
     Parameters
     ----------
@@ -108,8 +166,32 @@ def report(runs: list[Path], /, *, out: Path = Path("report.html"), json: Json =
         Folders of runs; their metrics.jsonl is read, also while they train.
     out
         The file to write.
+    inside
+        A model to look into: its folder, a GGUF file, or the folder of a run.
+    prompt
+        The text that it reads.
+    answer
+        A part of the prompt, the last of its kind, whose tokens are followed; without it the first token.
     """
     check_json(json)
+    if inside is None:
+        if prompt is not None or answer is not None or not runs:
+            raise InputError("report: give folders of runs, or --inside MODEL with --prompt TEXT")
+        _report_runs(runs, out, json)
+        return
+    if runs or prompt is None:
+        wrong = "runs were given beside --inside; leave them out" if runs else "--prompt is missing; give the text to read"
+        raise InputError(f"report: {wrong}")
+    from palimpsest import inside_report
+    from palimpsest.published import load
+
+    facts = inside_report.write(*load(inside), prompt, out, inside.name or str(inside), answer)
+    print(f"{facts['tokens']} tokens through {inside}")
+    print(out)
+    write_json(json, {"model": str(inside), "prompt": prompt, **facts})
+
+
+def _report_runs(runs: list[Path], out: Path, json: Path | None) -> None:
     from palimpsest import run_report
 
     facts = run_report.write(runs, out)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from palimpsest import ops
-from palimpsest.mixers import KDA, DeltaNet, GatedDeltaNet, LinearAttention
+from palimpsest.mixers import DeltaNet, GatedDeltaNet, LinearAttention
 from palimpsest.model import Model
 
 
@@ -44,11 +43,7 @@ def gauge(mixer: Any, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return None, None
     kept = written = torch.ones(x.shape[0] * x.shape[1])
     if isinstance(mixer, GatedDeltaNet):
-        if isinstance(mixer, KDA):
-            raw, bound = mixer.f_b_proj(mixer.f_a_proj(x)).unflatten(-1, (mixer.value_heads, mixer.key_dim)), mixer.lower_bound
-        else:
-            raw, bound = mixer.a_proj(x).unsqueeze(-1), None
-        kept = ops.kda_gate(raw, mixer.A_log, mixer.dt_bias, bound).exp().mean((-1, -2)).flatten()
+        kept = mixer.log_decay(x).exp().mean((-1, -2)).flatten()
     if isinstance(mixer, DeltaNet):
         written = mixer.write_strength(x).mean(-1).flatten()
     return kept, written

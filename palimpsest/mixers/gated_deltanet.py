@@ -58,6 +58,10 @@ class GatedDeltaNet(DeltaNet):
         dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
         dt += torch.log(-torch.expm1(-dt))
 
+    def log_decay(self, x: Tensor) -> Tensor:
+        """g [B,T,HV,1], as the operation forms it inside."""
+        return ops.kda_gate(self.a_proj(x).unsqueeze(-1), self.A_log, self.dt_bias)
+
     def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         return remembered(
             ops.gated_delta_rule,
