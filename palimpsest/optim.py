@@ -208,6 +208,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return highest * left + highest * config.min_learning_rate_ratio * (1 - left)
 
 
+def shared_steps(first: TrainConfig, second: TrainConfig) -> int:
+    """How many steps, from the first on, have the same rate under both."""
+    least = min(first.steps, second.steps)
+    return next((s for s in range(least) if learning_rate(s, first) != learning_rate(s, second)), least)
+
+
 def joint_norm(tensors: Sequence[Tensor]) -> float:
     """The L2 norm of all tensors as one, in float32 (float64 when one of them is). Of tensors that are cut over
     processes every one must be; all processes get the same."""

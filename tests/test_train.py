@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import palimpsest as pal
-from palimpsest import checkpoint
+from palimpsest import checkpoint, random_state
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer, TrainingFailed, backward, split_documents
 from tests.conftest import make_ids, make_model, relative
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, preset: str, dtype: str) 
     whole, first = trainer("whole"), trainer("pieces")
     seed(11)
     records = whole.run()
-    states = checkpoint.random_state()
+    states = random_state.current()
 
     def stop(record: dict[str, Any]) -> None:
         if record["step"] == 7:  # two steps beyond the checkpoint, which are lost
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, preset: str, dtype: str) 
     assert losses(lines(tmp_path / "pieces")) == losses(records) == losses(lines(tmp_path / "whole"))
     assert [r["step"] for r in lines(tmp_path / "pieces")] == [*range(1, 11), 10]
     assert rest[-1]["val_nats_per_token"] == records[-1]["val_nats_per_token"]
-    assert checkpoint.random_state() == states
+    assert random_state.current() == states
     assert_same_run(whole, second)
     loaded, tokenizer = checkpoint.load(tmp_path / "pieces")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.model.parameters(), strict=True))
@@ -242,9 +242,9 @@ def test_validation_weighs_every_token_alike_and_disturbs_nothing() -> None:
     model = make_model("gpt2-tiny").train()
     tokens = TEXT[:100].astype(np.uint16)
     trainer = Trainer(model, settings(batch_size=3, context_length=8, eval_tokens=85), TEXT, tokens)
-    before = checkpoint.random_state()
+    before = random_state.current()
     nats = trainer.evaluate()
-    assert trainer.evaluate() == nats and checkpoint.random_state() == before and model.training
+    assert trainer.evaluate() == nats and random_state.current() == before and model.training
     total, count = 0.0, 0
     with torch.no_grad():
         for start in range(0, 85, 8):
