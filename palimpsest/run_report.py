@@ -230,9 +230,9 @@ def _gates(runs: Sequence[Run]) -> list[Plot]:
                 continue
             means = [sum(column) / len(layers) for column in zip(*(gate[key] for gate in layers), strict=True)]
             over_all.append(Line(run.name, style, list(zip(places, means, strict=True))))
-            upper = [(gate["layer"] + 1, sum(gate[key][len(places) // 2 :])) for gate in layers]
+            upper = [(float(gate["layer"] + 1), float(sum(gate[key][len(places) // 2 :]))) for gate in layers]
             by_layer.append(Line(run.name, style, upper))
-            rows += [[f"{run.name}: {layer}", cell(share, percent)] for layer, share in upper]
+            rows += [[f"{run.name}: {layer:g}", cell(share, percent)] for layer, share in upper]
         if not over_all:
             continue
         middle = f"{'from ' if log_x else 'above '}{text(places[len(places) // 2] if log_x else 0.5)}"
@@ -242,8 +242,10 @@ def _gates(runs: Sequence[Run]) -> list[Plot]:
             Panel("layer (number, from the first)", head, by_layer, whole, percent, log_x=False, y_scale="zero"),
         ]
         low, high = (pick((y, x, line.name) for line in by_layer for x, y in line.points) for pick in (min, max))
-        said = f"least in layer {low[1]:g} of {low[2]} ({percent(low[0])}), most in {high[1]:g} of {high[2]} ({percent(high[0])})"
-        found.append(Plot(key, question, panels, f"The {head} is {said}.", Table(question, ["layer", head], rows)))
+        said = f"least in layer {low[1]:g} of {low[2]} ({percent(low[0])}), most in {high[1]:g} of {high[2]}"
+        found.append(
+            Plot(key, question, panels, f"The {head} is {said} ({percent(high[0])}).", Table(question, ["layer", head], rows))
+        )
     return found
 
 

@@ -49,7 +49,7 @@ class Watch:
         self.groups = {group["name"]: [named[name] for name in group["param_names"]] for group in optimizer.param_groups}
         self.held: dict[str, list[Tensor]] = {}
         self.norms: list[Any] = [norm for block in model.layers for norm in (block.mixer_norm, block.mlp_norm)] + [model.norm]
-        self.memories = {i: block for i, block in enumerate(model.layers) if isinstance(block.mixer, DeltaNet)}
+        self.memories: dict[int, Any] = {i: block for i, block in enumerate(model.layers) if isinstance(block.mixer, DeltaNet)}
         self.inputs: dict[int, dict[str, list[float]]] = {}
         self.squares: dict[int, Tensor] = {}
         self.hooks: list[Any] = []
@@ -69,7 +69,7 @@ class Watch:
 
     @torch.no_grad()
     def _see_gates(self, layer: int, x: Tensor) -> None:
-        mixer: Any = self.memories[layer].mixer
+        mixer = self.memories[layer].mixer
         x = x.detach()
         top = 2.0 if mixer.allow_neg_eigval else 1.0
         edges = torch.arange(1, BETA_BINS, device=x.device) * (top / BETA_BINS)

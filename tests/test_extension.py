@@ -102,9 +102,7 @@ def test_shared_steps_are_those_with_equal_rates(schedule: Any) -> None:
 
 def test_the_command_makes_a_run_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 50)
-    model = (
-        '[model]\npreset = "kda-tiny"\nhidden_size = 16\n[data]\ntext = "text.txt"\n[lora]\nrank = 2\n'
-    )
+    model = '[model]\npreset = "kda-tiny"\nhidden_size = 16\n[data]\ntext = "text.txt"\n[lora]\nrank = 2\n'
     train = '[train]\nsteps = 3\nbatch_size = 2\ncontext_length = 16\nwarmup_steps = 1\nschedule = "constant"\n'
     (tmp_path / "run.toml").write_text(model + train)
     command = ["train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out")]

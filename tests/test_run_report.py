@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,18 @@ def test_gates_are_counted_as_the_layers_use_them(preset: str) -> None:
     config = pal.TrainConfig(steps=1, batch_size=2, context_length=16, warmup_steps=0, recompute=preset == "kda-tiny")
     trainer = Trainer(model, config, TOKENS)
     inputs: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int, mixer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        inputs[layer] = given[0].detach()
+
     for layer, block in enumerate(model.layers):
-        block.mixer.register_forward_pre_hook(lambda m, given, layer=layer: inputs.update({layer: given[0].detach()}))
+        block.get_submodule("mixer").register_forward_pre_hook(partial(keep, layer))
     before = copy.deepcopy(model)
     trainer.step()
     assert [gate["layer"] for gate in trainer.gates] == ([] if preset == "gpt2-tiny" else [0, 1])
     for gate in trainer.gates:
-        mixer, x = before.layers[gate["layer"]].mixer, inputs[gate["layer"]]
+        mixer: Any = before.layers[gate["layer"]].get_submodule("mixer")
+        x = inputs[gate["layer"]]
         beta = torch.sigmoid(x @ mixer.b_proj.weight.T).flatten().tolist()
         expected = [sum(place / 10 <= value < (place + 1) / 10 for value in beta) / len(beta) for place in range(10)]
         assert gate["beta"] == pytest.approx(expected, abs=2 / len(beta)) and max(gate["beta"]) < 1
@@ -112,7 +118,7 @@ def test_gates_are_counted_as_the_layers_use_them(preset: str) -> None:
         edges = [0.0, *(0.5 ** (1 / 2**power) for power in range(13)), 1.1]
         expected = [float(((low <= kept) & (kept < high)).double().mean()) for low, high in itertools.pairwise(edges)]
         assert gate["half_life"] == pytest.approx(expected, abs=2 / len(kept)) and sum(gate["half_life"]) == pytest.approx(1)
-    assert not any(block.mixer_norm._forward_hooks for block in model.layers)
+    assert not any(block.get_submodule("mixer_norm")._forward_hooks for block in model.layers)
 
 
 def test_loads_are_by_layer_and_fair_on_average(runs: list[Path]) -> None:

@@ -118,7 +118,7 @@ def test_pieces_make_the_run_and_runs_make_the_table(folder: Path, tmp_path: Pat
     loss = first["val_nats_per_token_at_equal_tokens"]
     assert (loss["lowest"], loss["highest"]) == (min(at), max(at)) and loss["mean"] == pytest.approx(sum(at) / 2)
     assert [run["seed"] for run in first["runs"]] == [0, 1] and first["runs"][0]["pieces"][0]["machine"]["processor"]
-    assert shown.count("UNFINISHED, step 8 of 12") == 1 and "the text 0.0" not in shown
+    assert shown.count("UNFINISHED, step 8 of 12") == 1
 
 
 def _rows(folder: str) -> list[dict[str, float]]:
