@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import torch
 
-from palimpsest import __version__, checkpoint, distributed, forecast, lora, material, published, run_folder
+from palimpsest import __version__, checkpoint, distributed, forecast, lora, material, published, run_folder, tensorboard
 from palimpsest.benchmark import machine
 from palimpsest.config import InputError, LoraConfig, MeshConfig, ModelConfig, TrainConfig, suggestion
 from palimpsest.distributed import World
@@ -129,12 +129,15 @@ class Recipe:
             raise InputError(f"{where}{error}") from None
         return self
 
-    def run(self, out: Path, resume: bool = False, minutes: float | None = None) -> dict[str, Any]:
+    def run(
+        self, out: Path, resume: bool = False, minutes: float | None = None, to_tensorboard: bool = False
+    ) -> dict[str, Any]:
         """Prepares the tokens, trains, and leaves a model that `load` opens in `out`. Returns what came of it.
 
         Everything that can be refused is refused before anything is written. A stopped run goes on with `resume`. After
         `minutes` from this call the step is finished and a checkpoint saved; `finished` is then false.
         """
+        write = tensorboard.writer(out / "tensorboard") if to_tensorboard else None
         until = None if minutes is None else time.perf_counter() + 60 * minutes
         world = distributed.start(self.mesh)
         if resume and not out.is_dir():
@@ -151,6 +154,9 @@ class Recipe:
             keep_memory()
             if world.is_main:
                 self._note(out, trainer)
+                if write is not None:
+                    began = trainer.steps_done
+                    trainer.report = lambda record: write(record, began)
             trainer.run(until)
         except InputError:
             if not resume and trainer is None and world.is_main:

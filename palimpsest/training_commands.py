@@ -76,6 +76,7 @@ def train(
     encoding_errors: Literal["strict", "replace"] = "strict",
     resume: Annotated[bool, Parameter(negative="")] = False,
     minutes: float | None = None,
+    tensorboard: Annotated[bool, Parameter(negative="")] = False,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     settings: Annotated[TrainFlags | None, Parameter(name="*")] = None,
     json: Json = None,
@@ -104,6 +105,8 @@ def train(
         constant or wsd is made longer.
     minutes
         Stop after so many minutes, with a checkpoint to resume from.
+    tensorboard
+        Also write what is logged for TensorBoard, into the folder `tensorboard` of the run.
     dry_run
         Print parameters, memory, tokens, learning rates and optimiser groups; train nothing and write nothing.
     """
@@ -134,7 +137,7 @@ def train(
     from palimpsest import distributed
 
     try:
-        result = recipe.run(out, resume, minutes)
+        result = recipe.run(out, resume, minutes, tensorboard)
     finally:
         distributed.leave()
     if not distributed.is_main():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.distributed import is_cut
+from palimpsest.heads import part
 from palimpsest.mixers import KDA, DeltaNet, GatedDeltaNet
 from palimpsest.model import Model
 from palimpsest.optim import AdamW, joint_norm
@@ -28,9 +29,9 @@ def half_lives(mixer: GatedDeltaNet, x: Tensor) -> Tensor:
     layer's input x [B,T,D], flat."""
     if isinstance(mixer, KDA):
         raw = mixer.f_b_proj(mixer.f_a_proj(x)).unflatten(-1, (mixer.value_heads, mixer.key_dim))
-        g = ops.kda_gate(raw, mixer.A_log, mixer.dt_bias, mixer.lower_bound)
+        g = ops.kda_gate(raw, part(mixer.parallel, mixer.A_log), part(mixer.parallel, mixer.dt_bias), mixer.lower_bound)
     else:
-        g = ops.kda_gate(mixer.a_proj(x).unsqueeze(-1), mixer.A_log, mixer.dt_bias)
+        g = ops.kda_gate(mixer.a_proj(x).unsqueeze(-1), part(mixer.parallel, mixer.A_log), part(mixer.parallel, mixer.dt_bias))
     return (math.log(2) / -g).flatten()
 
 
