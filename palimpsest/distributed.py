@@ -35,7 +35,6 @@ from palimpsest.mlps import GELU, GatedMLP
 from palimpsest.model import Model
 from palimpsest.moe import Experts, MoE, Router
 
-
 FROM_HEADS = ("o_proj", "down_proj")  # maps that all heads, or all channels of an MLP, go into
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj")  # into low ranks, which all heads share
 
@@ -126,7 +125,9 @@ def start(sizes: MeshConfig | None) -> World:
     if sizes.processes != launched:
         have = f"there are {launched}" if "WORLD_SIZE" in os.environ else "this is one, started by itself"
         command = f"torchrun --nproc-per-node {sizes.processes} -m palimpsest train ..."
-        raise InputError(f"mesh: data x expert x context x tensor is {sizes.processes} processes; {have}: start it with {command}")
+        raise InputError(
+            f"mesh: data x expert x context x tensor is {sizes.processes} processes; {have}: start it with {command}"
+        )
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
     if launched == 1:

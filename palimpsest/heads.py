@@ -1,7 +1,7 @@
 """Tensor parallel: every process of a group has some heads of each layer, and all tokens.
 
-Maps to the heads are cut by rows and maps from them by columns (DTensor's colwise and rowwise); what the heads share, and weights
-too small to be cut, every process has whole, and its gradient is the sum of what each finds with its own heads.
+Maps to the heads are cut by rows and maps from them by columns (DTensor's colwise and rowwise). What the heads share, and
+weights too small to be cut, every process has whole; the gradient is the sum of what each finds with its own heads.
 """
 
 from __future__ import annotations

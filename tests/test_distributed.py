@@ -97,6 +97,8 @@ def gradients(rank: int, cases: list[Any]) -> list[dict[str, float]]:
         found = {n: distributed.full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         whole = dict(distributed.whole(model, world).named_parameters())
         low = single(preset, sizes, packed) if number in (1, 3) or sizes[3:] else 0.0
+        cut = model.get_parameter("layers.0.mixer.o_proj.weight").placements  # type: ignore[attr-defined]
+        assert len(cut) == (2 if sizes[3:] else 1) and all(x.is_shard() for x in cut)
         fresh = make_model(preset, dtype=torch.float64, num_hidden_layers=LAYERS)
         results.append(
             {
@@ -217,7 +219,7 @@ def test_processes_are_one(count: int, tmp_path: Path) -> None:
         first = trainer(preset, optimizer, folder)
         assert steps(first, 2) == steps(unbroken[-1], 2)
         first.save()
-    found = run(count, work, CASES[count], RUNS[count], folders)
+    found = run(count, work, CASES[count], RUNS[count], folders, timeout_s=300)
     for results, losses, lines in found:
         for case, errors in zip(CASES[count], results, strict=True):
             assert errors["loss"] < 1e-12, (case, errors)
