@@ -208,7 +208,7 @@ def _split(model: Model, mesh: Any) -> None:
                 setattr(mixer, name, getattr(mixer, name) // parts)
         for module in [mixer, *(m for m in block.mlp.modules() if isinstance(m, GELU | GatedMLP))]:  # type: ignore[union-attr]
             maps = [name for name, each in module.named_children() if isinstance(each, nn.Linear) and name not in WHOLE]
-            plan = {name: RowwiseParallel() if name in FROM_HEADS else ColwiseParallel() for name in maps}
+            plan: Any = {name: RowwiseParallel() if name in FROM_HEADS else ColwiseParallel() for name in maps}
             parallelize_module(module, mesh, plan, src_data_rank=None)
 
 

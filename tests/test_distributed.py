@@ -189,12 +189,13 @@ def refusals() -> list[str]:
         lines.append(str(caught.value))
     with pytest.raises(pal.InputError) as caught:
         distributed.World(MeshConfig(expert=2), torch.device("cpu")).check(pal.TrainConfig(), model)
-    for sizes, fields, change in (
+    wrong: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
         (3, {}, {}),
         (2, {"qk_clip": 100.0}, {}),
         (2, {}, {"linear_num_key_heads": 1, "linear_num_value_heads": 1}),
         (2, {}, {"intermediate_size": 33}),
-    ):
+    ]
+    for sizes, fields, change in wrong:
         with pytest.raises(pal.InputError) as tensor:
             own = make_model("kda-tiny", num_hidden_layers=1, **change)
             distributed.World(MeshConfig(tensor=sizes), torch.device("cpu")).check(pal.TrainConfig.from_dict(fields), own)
