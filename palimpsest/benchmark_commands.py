@@ -222,3 +222,22 @@ def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, client
             result["soak"] = soak.soak(Path(folder) / "tiny", built, tokenizer, clients, soak_s)
         tell(f"{result['soak']['requests']} requests, {result['soak']['number_wrong']} wrong")
     write_json(out, {**_about(), **result})
+
+
+@benchmark.command
+def recipes(runs: list[Path], /, *, out: Path) -> None:
+    """Gather training runs, finished or not, into one table: loss with its spread over seeds, speed, memory, tokens seen.
+
+    Parameters
+    ----------
+    runs
+        Folders of runs on the same text; run.json, metrics.jsonl and pieces.json of each are enough.
+    out
+        The file to write.
+    """
+    check_json(out)
+    from palimpsest import run_table
+
+    table = run_table.gather(runs)
+    write_json(out, {**_about(), **table})
+    print("\n".join(run_table.lines(table)))

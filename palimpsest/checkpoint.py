@@ -13,14 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -96,8 +94,10 @@ def save_checkpoint(
     state: dict[str, Any],
     tokenizer: Tokenizer | None,
     keep: int,
+    always: int | None = None,
 ) -> Path:
-    """Writes `run`/checkpoints/step-..., unless it is there, and removes all but the `keep` newest; returns its path.
+    """Writes `run`/checkpoints/step-..., unless it is there, and removes all but the `keep` newest and that of step
+    `always`; returns its path.
 
     Raises InputError as `save` does.
     """
@@ -114,7 +114,8 @@ def save_checkpoint(
             staging.rename(target)
         flush(target.parent)
     for old in checkpoints(run)[:-keep]:
-        _remove(old)
+        if step_of(old) != always:
+            _remove(old)
     return target
 
 
@@ -122,15 +123,22 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest first."""
     needed = (CONFIG, WEIGHTS, OPTIMIZER, TRAIN_STATE)
-    found = []
-    for path in (run / "checkpoints").glob("step-*"):
-        number = re.fullmatch(r"step-(\d{8,})", path.name)
-        if number is not None and all((path / name).is_file() for name in needed):
-            found.append((int(number[1]), path))
-    return [path for _, path in sorted(found)]
+    named = [path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted((path for path in named if all((path / name).is_file() for name in needed)), key=step_of)
+
+
+def drop(run: Path, step: int) -> None:
+    """Removes the checkpoints of later steps than `step`."""
+    for path in checkpoints(run):
+        if step_of(path) > step:
+            _remove(path)
 
 
 def read_checkpoint(path: Path, model: Model) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -154,77 +162,6 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     flush(temporary)
     os.replace(temporary, path)
     flush(path.parent)
-
-
-def differences(held: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """One sentence for every field, at any depth, that is not equal."""
-
-    def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from flat(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
-
-    before, now = dict(flat(held)), dict(flat(own))
-    return [
-        f"{name} was {before.get(name)!r}, is {now.get(name)!r}"
-        for name in dict.fromkeys([*before, *now])
-        if before.get(name) != now.get(name)
-    ]
-
-
-def trim_metrics(path: Path, steps: int) -> None:
-    """Drops what was recorded after the step that a run is resumed at, and a line that a killed process left unfinished."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= steps:
-                kept.append(line + "\n")
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept), encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
-
-
-def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's global generators, ready for JSON."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {
-        "python": random.getstate(),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(state) for state in devices],
-    }
-
-
-def parse_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    version, numbers, gauss = state["python"]
-    name, keys, *rest = state["numpy"]
-    return {
-        "python": (version, tuple(numbers), gauss),
-        "numpy": (name, np.array(keys, np.uint32), *rest),
-        "torch": _unhex(state["torch"]),
-        "cuda": [_unhex(text) for text in state["cuda"]],
-    }
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def _hex(state: Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _unhex(text: str) -> Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing

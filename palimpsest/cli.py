@@ -16,7 +16,7 @@ from palimpsest.config import InputError, SamplingConfig
 from palimpsest.output import Json, check_json, write_json
 from palimpsest.plan.command import plan
 from palimpsest.serving_commands import chat, serve
-from palimpsest.training_commands import evaluate, report, train
+from palimpsest.training_commands import evaluate, report, tokenize, train
 
 app = cyclopts.App(
     name="palimpsest",
@@ -214,6 +214,7 @@ def convert(
     write_json(json, facts)
 
 
+app.command(tokenize)
 app.command(train)
 app.command(evaluate)
 app.command(report)

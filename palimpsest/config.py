@@ -354,13 +354,14 @@ class MeshConfig(_Config):
     data: int = 1  # sequences are dealt out
     expert: int = 1  # sequences are dealt out, and experts
     context: int = 1  # tokens of each sequence are dealt out
+    tensor: int = 1  # heads of each mixer and channels of each MLP are dealt out
 
     @property
     def processes(self) -> int:
-        return self.data * self.expert * self.context
+        return self.data * self.expert * self.context * self.tensor
 
     def _check(self) -> None:
-        for name in ("data", "expert", "context"):
+        for name in ("data", "expert", "context", "tensor"):
             self._require(getattr(self, name) >= 1, name, "it must be at least 1")
 
 

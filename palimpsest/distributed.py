@@ -4,14 +4,17 @@
     data = 2        # sequences of a batch are dealt out
     expert = 2      # so they are here; besides, each process holds a part of the experts and rows travel to them
     context = 1     # the tokens of a sequence are dealt out, in equal stretches (context.py)
+    tensor = 1      # the heads of mixers and the channels of MLPs are dealt out (heads.py)
 
-data x expert x context is the number of processes. Every weight but the routers' bias is cut over all of them, and gathered
-for the sublayer that needs it (FSDP); experts are first cut over `expert`, then over the others. Gradients are sums over the
+Their product is the number of processes. Every weight but the routers' bias is cut over data x expert x context, and gathered
+for the sublayer that needs it (FSDP); experts are first cut over `expert`, then over the others, and maps to and from heads and
+channels first over `tensor`, where they stay cut while they work. Gradients are sums over the
 processes of shares of one mean over all predicted tokens, so that a step is the same step on any mesh.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -24,10 +27,16 @@ from torch import Tensor, nn
 
 from palimpsest import lora
 from palimpsest.checkpoint import fill
-from palimpsest.config import InputError, MeshConfig, TrainConfig
+from palimpsest.config import LINEAR_MIXERS, InputError, MeshConfig, TrainConfig
 from palimpsest.context import Context, all_gather
+from palimpsest.heads import Heads
+from palimpsest.mixers import MLA, Attention
+from palimpsest.mlps import GELU, GatedMLP
 from palimpsest.model import Model
 from palimpsest.moe import Experts, MoE, Router
+
+FROM_HEADS = ("o_proj", "down_proj")  # maps that all heads, or all channels of an MLP, go into
+WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "f_a_proj", "g_a_proj")  # into low ranks, which all heads share
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class World:
     sizes: MeshConfig
     device: torch.device
     rank: int = 0
-    mesh: Any = None  # a DeviceMesh with the dimensions data, context, expert; None when alone
+    mesh: Any = None  # a DeviceMesh with the dimensions data, context, expert, tensor; None when alone
 
     @property
     def size(self) -> int:
@@ -93,6 +102,8 @@ class World:
         if self.sizes.expert > 1 and ("moe" not in model.config.mlps or model.config.num_experts % self.sizes.expert):
             held = model.config.num_experts if "moe" in model.config.mlps else 0
             raise InputError(f"mesh: expert is {self.sizes.expert}; it must divide the model's number of experts, {held}")
+        if self.sizes.tensor > 1:
+            _check_heads(self.sizes.tensor, config, model)
 
 
 def alone(device: torch.device | None = None) -> World:
@@ -114,7 +125,9 @@ def start(sizes: MeshConfig | None) -> World:
     if sizes.processes != launched:
         have = f"there are {launched}" if "WORLD_SIZE" in os.environ else "this is one, started by itself"
         command = f"torchrun --nproc-per-node {sizes.processes} -m palimpsest train ..."
-        raise InputError(f"mesh: data x expert x context is {sizes.processes} processes; {have}: start it with {command}")
+        raise InputError(
+            f"mesh: data x expert x context x tensor is {sizes.processes} processes; {have}: start it with {command}"
+        )
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_gpu else torch.device("cpu")
     if launched == 1:
@@ -130,8 +143,8 @@ def join(sizes: MeshConfig, device: torch.device) -> World:
     """The world of processes that have a process group already."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = sizes.data, sizes.context, sizes.expert
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context", "expert"))
+    shape = sizes.data, sizes.context, sizes.expert, sizes.tensor
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context", "expert", "tensor"))
     return World(sizes, device, dist.get_rank(), mesh)
 
 
@@ -153,6 +166,8 @@ def spread(model: Model, world: World) -> Model:
 
     # Outputs are views here, and nothing is added to them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if world.sizes.tensor > 1:
+        _split(model, world.mesh["tensor"])
     everyone = world.mesh["data", "context", "expert"]._flatten("all")
     others = world.mesh["data", "context"]._flatten("replicas")
     # The bias that chooses experts has no gradient: each process moves its own in the same way.
@@ -180,6 +195,43 @@ def spread(model: Model, world: World) -> Model:
     return model
 
 
+def _split(model: Model, mesh: Any) -> None:
+    """Deals out the heads of all mixers, and the channels of dense MLPs and shared experts. Routed experts stay whole."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parts, heads = mesh.size(), Heads(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    for block in model.layers:
+        mixer: Any = block.mixer
+        mixer.parallel = heads
+        for name in ("heads", "kv_heads", "key_heads", "value_heads"):
+            if hasattr(mixer, name):
+                setattr(mixer, name, getattr(mixer, name) // parts)
+        for module in [mixer, *(m for m in block.mlp.modules() if isinstance(m, GELU | GatedMLP))]:  # type: ignore[union-attr]
+            maps = [name for name, each in module.named_children() if isinstance(each, nn.Linear) and name not in WHOLE]
+            plan: Any = {name: RowwiseParallel() if name in FROM_HEADS else ColwiseParallel() for name in maps}
+            parallelize_module(module, mesh, plan, src_data_rank=None)
+
+
+def _check_heads(parts: int, config: TrainConfig, model: Model) -> None:
+    """Raises InputError when the heads and channels of a model cannot be dealt out to `parts` processes."""
+    own = model.config
+    fields = ["num_attention_heads"] if any(isinstance(block.mixer, Attention | MLA) for block in model.layers) else []
+    fields += ["num_key_value_heads"] if "attention" in own.mixers else []
+    fields += ["linear_num_key_heads", "linear_num_value_heads"] if set(own.mixers) & set(LINEAR_MIXERS) else []
+    fields += ["intermediate_size"] if set(own.mlps) - {"moe"} else []
+    fields += ["moe_intermediate_size"] if "moe" in own.mlps and own.num_shared_experts else []
+    for field in fields:
+        if getattr(own, field) % parts:
+            raise InputError(f"mesh: tensor is {parts}; it must divide the model's {field}, {getattr(own, field)}")
+    for refused, what in (
+        (config.qk_clip > 0, "qk_clip"),
+        (lora.config_of(model) is not None, "adapters"),
+        ("linear_attention" in own.mixers and own.linear_feature_map == "product", "linear_feature_map 'product'"),
+    ):
+        if refused:
+            raise InputError(f"mesh: tensor is {parts}; with {what} the heads cannot be dealt out: leave it 1")
+
+
 def whole(model: Model, world: World) -> Model:
     """A model of its own with the gathered weights, on the CPU; the model itself when alone. Every process must call it."""
     if world.mesh is None:
@@ -198,20 +250,39 @@ def full(x: Tensor) -> Tensor:
     """All of a tensor of which this process holds a part; the tensor itself when it holds all."""
     if not is_cut(x):
         return x
-    mesh, parts = x.device_mesh, local(x)  # type: ignore[attr-defined]
-    # The last dimension of a mesh was cut first, so it is joined last. The last parts are shorter where it does not divide.
-    totals = [len(x)]
-    for dimension in reversed(range(1, len(mesh.shape))):
-        totals.insert(0, _cut(totals[0], mesh, dimension)[1])
-    for dimension, total in enumerate(totals):
-        places = mesh.shape[dimension]
+    parts = local(x)
+    for mesh_dim, dim, total in reversed(_cuts(x)):
+        mesh = x.device_mesh  # type: ignore[attr-defined]
+        rows = parts.movedim(dim, 0)
+        places = mesh.shape[mesh_dim]
         longest = -(-total // places)
-        padded = parts.new_zeros(longest, *parts.shape[1:])
-        padded[: len(parts)] = parts
-        parts = parts.new_empty(places * longest, *parts.shape[1:])
-        all_gather(parts, padded, group=mesh.get_group(dimension))
-        parts = parts[:total]
-    return parts
+        padded = rows.new_zeros(longest, *rows.shape[1:])
+        padded[: len(rows)] = rows
+        rows = rows.new_empty(places * longest, *rows.shape[1:])
+        all_gather(rows, padded, group=mesh.get_group(mesh_dim))
+        parts = rows[:total].movedim(0, dim)
+    return parts.contiguous()
+
+
+def _cuts(x: Tensor) -> list[tuple[int, int, int]]:
+    """How a tensor was cut, in order: (the dimension of its mesh, its own dimension, the length that was cut there). The last
+    dimension of a mesh comes first. Parts are equal, but for the last ones where it does not divide."""
+    sizes, found = list(x.shape), []
+    mesh, placements = x.device_mesh, x.placements  # type: ignore[attr-defined]
+    for mesh_dim in reversed(range(len(mesh.shape))):
+        if placements[mesh_dim].is_replicate():
+            continue
+        dim = placements[mesh_dim].dim
+        found.append((mesh_dim, dim, sizes[dim]))
+        sizes[dim] = _cut(sizes[dim], mesh, mesh_dim)[1]
+    return found
+
+
+def copies(x: Tensor) -> float:
+    """How many processes hold each value of a tensor; 1 when it is not cut."""
+    if not is_cut(x):
+        return 1.0
+    return dist.get_world_size() / math.prod(x.device_mesh.shape[mesh_dim] for mesh_dim, *_ in _cuts(x))  # type: ignore[attr-defined]
 
 
 def _cut(total: int, mesh: Any, dimension: int) -> tuple[int, int]:
@@ -225,10 +296,9 @@ def part_of(x: Tensor, like: Tensor) -> Tensor:
     """Of a whole tensor, what this process holds of `like`; x itself when it holds all."""
     if not is_cut(like):
         return x
-    mesh = like.device_mesh  # type: ignore[attr-defined]
-    for dimension in reversed(range(len(mesh.shape))):
-        start, length = _cut(len(x), mesh, dimension)
-        x = x[start : start + length]
+    for mesh_dim, dim, total in _cuts(like):
+        start, length = _cut(total, like.device_mesh, mesh_dim)  # type: ignore[attr-defined]
+        x = x.narrow(dim, start, length)
     return x
 
 

@@ -26,8 +26,8 @@ def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str =
     world = world or alone()
     counts = [predicted(labels, bounds) for _, labels, bounds in micro_batches]
     total = 0.0
-    # Processes that share the tokens of a row have all counted all of it.
-    of_all = world.summed(sum(counts))[0] / world.sizes.context
+    # Processes that share the tokens of a row, or its heads, have all counted all of it.
+    of_all = world.summed(sum(counts))[0] / (world.sizes.context * world.sizes.tensor)
     for (ids, labels, bounds), count in zip(micro_batches, counts, strict=True):
         if count == 0 and world.size == 1:
             continue
@@ -36,7 +36,7 @@ def backward(model: Model, micro_batches: Sequence[MicroBatch], precision: str =
         share = loss * (count / max(of_all, 1))
         share.backward()
         total = total + share.detach()
-    return world.summed(float(total))[0]
+    return world.summed(float(total))[0] / world.sizes.tensor
 
 
 def predicted(labels: Tensor, bounds: Tensor | None) -> int:

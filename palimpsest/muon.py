@@ -38,14 +38,15 @@ def matrices(model: Model) -> dict[str, int]:
     heads: dict[str, int] = {}
     taken: dict[str, int] = {}
     for prefix, module in model.named_modules():
-        if isinstance(module, Attention):
-            heads |= {f"{prefix}.q_proj": module.heads, f"{prefix}.k_proj": module.kv_heads}
-            heads |= {f"{prefix}.v_proj": module.kv_heads}
-        elif isinstance(module, LinearAttention):
-            heads |= {f"{prefix}.q_proj": module.key_heads, f"{prefix}.k_proj": module.key_heads}
-            heads |= {f"{prefix}.v_proj": module.value_heads}
-        elif isinstance(module, MLA):
-            heads |= {f"{prefix}.{name}": module.heads for name in ("q_proj", "q_b_proj", "kv_b_proj")}
+        if isinstance(module, Attention | LinearAttention | MLA):
+            parts = module.parallel.size if module.parallel is not None else 1
+            if isinstance(module, MLA):
+                blocks = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), module.heads)
+            elif isinstance(module, Attention):
+                blocks = {"q_proj": module.heads, "k_proj": module.kv_heads, "v_proj": module.kv_heads}
+            else:
+                blocks = {"q_proj": module.key_heads, "k_proj": module.key_heads, "v_proj": module.value_heads}
+            heads |= {f"{prefix}.{name}": parts * count for name, count in blocks.items()}
         if isinstance(module, nn.Linear) and prefix.rsplit(".", 1)[-1] not in VECTORS:
             taken[f"{prefix}.weight"] = heads.get(prefix, 1)
         elif isinstance(module, Experts):

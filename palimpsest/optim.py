@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from palimpsest.config import TrainConfig
-from palimpsest.distributed import as_like, full, is_cut, local
+from palimpsest.distributed import as_like, copies, full, is_cut, local
 from palimpsest.model import Model
 from palimpsest.moe import Experts, Router
 
@@ -208,13 +208,20 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return highest * left + highest * config.min_learning_rate_ratio * (1 - left)
 
 
+def shared_steps(first: TrainConfig, second: TrainConfig) -> int:
+    """How many steps, from the first on, have the same rate under both."""
+    least = min(first.steps, second.steps)
+    return next((s for s in range(least) if learning_rate(s, first) != learning_rate(s, second)), least)
+
+
 def joint_norm(tensors: Sequence[Tensor]) -> float:
     """The L2 norm of all tensors as one, in float32 (float64 when one of them is). Of tensors that are cut over
-    processes every one must be; all processes get the same."""
+    processes every one must be; all processes get the same. What several processes hold counts once."""
     if not tensors:
         return 0.0
     held = [local(x) for x in tensors]
     norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in held]
+    norms = [norm / copies(x) ** 0.5 for norm, x in zip(norms, tensors, strict=True)]
     dtype = torch.float64 if any(n.dtype == torch.float64 for n in norms) else torch.float32
     norm = torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]))
     if is_cut(tensors[0]):

@@ -11,6 +11,8 @@ steps = 1000                 # and any field of TrainConfig
 [mesh]                       # for many processes under torchrun; see distributed.py
 data = 2
 
+`tokens = "folder"` in place of text and tokenizer takes what `palimpsest tokenize` wrote, perhaps on another machine.
+
 To go on from a trained model: `load = "folder or file"` in [model] in place of the preset, with its tokenizer unless another
 is named; `chat = "chats.jsonl"` in [data] in place of text, to learn answers (conversations.py); a table [lora] with `rank` and
 `alpha`, to train adapters only (lora.py), which are saved by themselves and merged into the model in the end.
@@ -22,17 +24,19 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from palimpsest import checkpoint, conversations, data, distributed, forecast, lora, published
+from palimpsest import __version__, checkpoint, distributed, forecast, lora, material, published, run_folder, tensorboard
+from palimpsest.benchmark import machine
 from palimpsest.config import InputError, LoraConfig, MeshConfig, ModelConfig, TrainConfig, suggestion
 from palimpsest.distributed import World
+from palimpsest.material import Material
 from palimpsest.model import Model
 from palimpsest.optim import TrainingFailed, group_table, learning_rate
 from palimpsest.plan.units import bytes_text, count_text
@@ -40,17 +44,9 @@ from palimpsest.progress import keep_memory
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer, Work
 
-DATA = ("text", "chat", "tokenizer", "validation_share", "encoding_errors")
+KINDS = ("text", "chat", "tokens")
+DATA = (*KINDS, "tokenizer", "validation_share", "encoding_errors")
 TABLES = ("model", "data", "train", "mesh", "lora")
-
-
-class Material(NamedTuple):
-    """Tokens to train on and to validate with, and for conversations their marks."""
-
-    train: np.ndarray
-    validation: np.ndarray
-    marks: tuple[np.ndarray, np.ndarray] | None
-    bytes_per_token: float | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,8 @@ class Recipe:
     mesh: MeshConfig | None = None  # None: data = the number of processes
     load: Path | None = None
     chat: list[Path] | None = None  # in place of text
+    tokens: Path | None = None  # in place of text and tokenizer
+    name: str = ""  # of the run file, for tables
     lora: LoraConfig | None = None
 
     @classmethod
@@ -84,10 +82,15 @@ class Recipe:
         for key in source:
             if key not in DATA:
                 raise InputError(f"{path}: unknown key {key!r} in [data]{suggestion(key, DATA)}")
-        kind = "chat" if "chat" in source and "text" not in source else "text"
-        if kind == "text" and source.pop("chat", None) is not None:
-            raise InputError(f"{path}: [data] has both text and chat; give one")
+        named = [kind for kind in KINDS if kind in source]
+        if len(named) > 1:
+            raise InputError(f"{path}: [data] has both {named[0]} and {named[1]}; give one")
+        kind = named[0] if named else "text"
         given = source.pop(kind, None)
+        if kind == "tokens":
+            if not isinstance(given, str) or "tokenizer" in values["data"] or "encoding_errors" in source:
+                raise InputError(f"{path}: [data] tokens is {given!r}; name the folder, which has the tokenizer as well")
+            source["tokenizer"] = str(path.parent / given)
         given = [given] if isinstance(given, str) else given
         if not isinstance(given, list) or not given or not all(isinstance(item, str) for item in given):
             raise InputError(f"{path}: [data] {kind} is {given!r}; it must be a file or folder, or a list of them")
@@ -101,6 +104,8 @@ class Recipe:
             mesh=MeshConfig.from_dict(values["mesh"], str(path)) if "mesh" in values else None,
             load=None if load is None else path.parent / load,
             chat=files if kind == "chat" else None,
+            tokens=files[0] if kind == "tokens" else None,
+            name=path.stem,
             lora=LoraConfig.from_dict(values["lora"], str(path)) if "lora" in values else None,
         ).checked(str(path))
 
@@ -124,11 +129,16 @@ class Recipe:
             raise InputError(f"{where}{error}") from None
         return self
 
-    def run(self, out: Path, resume: bool = False) -> dict[str, Any]:
+    def run(
+        self, out: Path, resume: bool = False, minutes: float | None = None, to_tensorboard: bool = False
+    ) -> dict[str, Any]:
         """Prepares the tokens, trains, and leaves a model that `load` opens in `out`. Returns what came of it.
 
-        Everything that can be refused is refused before anything is written. A stopped run goes on with `resume`.
+        Everything that can be refused is refused before anything is written. A stopped run goes on with `resume`. After
+        `minutes` from this call the step is finished and a checkpoint saved; `finished` is then false.
         """
+        write = tensorboard.writer(out / "tensorboard") if to_tensorboard else None
+        until = None if minutes is None else time.perf_counter() + 60 * minutes
         world = distributed.start(self.mesh)
         if resume and not out.is_dir():
             raise InputError(f"{out}: there is no run to resume here; begin one without --resume")
@@ -142,7 +152,12 @@ class Recipe:
             if resume:
                 trainer.resume()
             keep_memory()
-            trainer.run()
+            if world.is_main:
+                self._note(out, trainer)
+                if write is not None:
+                    began = trainer.steps_done
+                    trainer.report = lambda record: write(record, began)
+            trainer.run(until)
         except InputError:
             if not resume and trainer is None and world.is_main:
                 self._undo(out, existed)
@@ -152,26 +167,39 @@ class Recipe:
                 raise
             config = self._begin(out, True)[1]
             raise TrainingFailed(forecast.advice(config, self.train, world.device, world.size)) from error
+        result = {
+            "folder": str(out),
+            "finished": trainer.is_finished,
+            "steps": trainer.steps_done,
+            "tokens": trainer.tokens_done,
+            "repeats": trainer.repeats,
+            "seconds": trainer.seconds,
+            "mesh": world.sizes.to_dict(),
+        }
+        if not trainer.is_finished:
+            return result
         model = distributed.whole(trainer.model, world)
         if world.is_main:
             if self.lora is not None:
-                if not (out / "adapter").exists():
-                    lora.save(model, out / "adapter")
+                shutil.rmtree(out / "adapter", ignore_errors=True)
+                lora.save(model, out / "adapter")
                 lora.merge(model)
             checkpoint.save(model, out, tokenizer=trainer.tokenizer)
         nats = trainer.evaluate()
         return {
-            "folder": str(out),
-            "steps": trainer.steps_done,
-            "tokens": trainer.tokens_done,
-            "seconds": trainer.seconds,
+            **result,
             "parameters": model.num_parameters(),
             "active_parameters": model.num_parameters(active=True),
             "val_nats_per_token": nats,
             "model": model.config.to_dict(),
             "train": self.train.to_dict(),
-            "mesh": world.sizes.to_dict(),
         }
+
+    def _note(self, out: Path, trainer: Trainer) -> None:
+        """Adds this start of the run to the list in its folder."""
+        piece = {"recipe": self.name, "from_step": trainer.steps_done, "version": __version__}
+        piece |= {"created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "processes": trainer.world.size}
+        run_folder.add_piece(out, {**piece, "machine": machine(trainer.world.device)})
 
     def _trainer(self, out: Path, resume: bool, world: World) -> Trainer:
         """Tokens in `out`, the model and its trainer; a model that does not fit the device raises as torch does."""
@@ -248,54 +276,23 @@ class Recipe:
         return tokenizer, ModelConfig.preset(self.preset, **{"vocab_size": tokenizer.vocab_size, **self.overrides}), None
 
     def _material(self, out: Path, tokenizer: Tokenizer, config: ModelConfig, reads: bool) -> Material:
-        """What is learned from and validated with, from text or from conversations."""
-        if self.chat is None:
-            tokens = self._tokens(out, tokenizer, reads)
-            tokens.check_vocab(config.vocab_size)
-            held_out, bytes_per_token = self._held_out(tokens), tokens.num_bytes / tokens.num_tokens
-            return Material(tokens.tokens[:-held_out], tokens.tokens[-held_out:], None, bytes_per_token)
-        talks = conversations.read(self.chat)
-        held_out = max(1, round(len(talks) * self.validation_share))
-        if len(talks) <= held_out:
-            raise InputError(f"chat: {len(talks)} conversations, {held_out} of them for validation; give more")
-        parts = talks[:-held_out], talks[-held_out:]
-        train, validation = (conversations.pack(part, tokenizer, self.train.context_length) for part in parts)
-        if train.cut + validation.cut:
-            cut = f"{train.cut + validation.cut} of {len(talks)} conversations are longer than context_length"
-            print(f"{cut} and lose their end", file=sys.stderr)
-        return Material(train.tokens, validation.tokens, (train.marks, validation.marks), None)
+        """What is learned from and validated with. With `reads` the tokens of text are in `out` already."""
+        length, share = self.train.context_length, self.validation_share
+        if self.chat is not None:
+            return material.of_conversations(self.chat, tokenizer, length, share)
+        if self.tokens is not None:
+            return material.of_tokens(material.opened(self.tokens, tokenizer), config.vocab_size, length, share)
+        folder = out / "data"
+        if reads and (folder / material.TOKENS).exists():
+            tokens = material.opened(folder, tokenizer)
+        else:
+            tokens = material.prepare(self.text, folder, tokenizer, self.encoding_errors)
+        return material.of_tokens(tokens, config.vocab_size, length, share)
 
-    def _held_out(self, tokens: data.TokenFile) -> int:
-        """How many tokens at the end are for validation."""
-        held_out = max(1, round(tokens.num_tokens * self.validation_share))
-        if tokens.num_tokens - held_out < self.train.context_length or held_out < 2:
-            raise InputError(
-                f"text: {tokens.num_tokens} tokens, {held_out} of them for validation; training needs at least one "
-                f"sequence of context_length {self.train.context_length}: give more text or a shorter context"
-            )
-        return held_out
-
-    def _tokenizer(self, out: Path, resume: bool) -> Tokenizer:
-        if self.tokenizer == "bytes":
-            return Tokenizer.bytes()
-        if not self.tokenizer.startswith("bpe:"):
-            return Tokenizer.from_file(self.tokenizer)
-        size = self.tokenizer.removeprefix("bpe:")
-        if not size.isdecimal() or not 257 <= int(size) <= 1_000_000:
-            raise InputError(f"tokenizer is {self.tokenizer!r}; write bpe:SIZE with a vocabulary of 257 to 1000000 ids")
-        if resume:
+    def _tokenizer(self, out: Path, reads: bool) -> Tokenizer:
+        if reads and self.tokenizer.startswith("bpe:"):
             return Tokenizer.from_file(out / "data")
-        print("learning the byte-pair encoding", file=sys.stderr)
-        return Tokenizer.train((text for _, text in data.read_text(self.text, self.encoding_errors)), int(size))
-
-    def _tokens(self, out: Path, tokenizer: Tokenizer, resume: bool) -> data.TokenFile:
-        path = out / "data" / "tokens.bin"
-        if resume and path.exists():
-            return data.TokenFile.open(path)
-        print("preparing tokens", file=sys.stderr)
-        tokens = data.prepare(self.text, path, tokenizer, self.encoding_errors)
-        tokenizer.save(out / "data")
-        return tokens
+        return material.make_tokenizer(self.tokenizer, self.text, self.encoding_errors)
 
     def _undo(self, out: Path, existed: bool) -> None:
         shutil.rmtree(out / "data", ignore_errors=True)

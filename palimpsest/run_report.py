@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from palimpsest import plots
-from palimpsest.checkpoint import differences, read_json
+from palimpsest.checkpoint import read_json
 from palimpsest.config import InputError
 from palimpsest.findings import Plot, Table
 from palimpsest.plots import Cell, Line, Panel, cell, count, duration, escaped, finite, percent, short, size, whole
 from palimpsest.report import document, plot_html, section_html, table_html, write_page
+from palimpsest.run_folder import differences
+from palimpsest.watch import BETA_BINS, HALF_LIVES
 
 MOST_POINTS = 400  # of a line; longer ones are averaged in pieces
 KEYS = ("step", "tokens", "loss", "val_nats_per_token", "val_bits_per_byte", "tokens_per_s", "memory_bytes", "mfu", "seconds")
@@ -33,11 +35,9 @@ class Run(NamedTuple):
 
 def read(folders: Sequence[Path]) -> list[Run]:
     """The runs in these folders, each named by as much of its path as tells it from the others. Raises InputError."""
-    if not 1 <= len(folders) <= MOST_RUNS:
-        raise InputError(f"report: {len(folders)} runs were given; one page shows 1 to {MOST_RUNS}")
     whole_names = [folder.absolute().parts for folder in folders]
     if len(set(whole_names)) < len(whole_names):
-        raise InputError("report: a run was given twice; name each once")
+        raise InputError("a run was given twice; name each once")
     runs = []
     for folder, parts in zip(folders, whole_names, strict=True):
         path = folder / "metrics.jsonl"
@@ -68,6 +68,8 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def write(folders: Sequence[Path], path: Path) -> dict[str, Any]:
     """Writes the page and returns the last values of each run, ready for JSON. Raises InputError."""
+    if not 1 <= len(folders) <= MOST_RUNS:
+        raise InputError(f"report: {len(folders)} runs were given; one page shows 1 to {MOST_RUNS}")
     runs = read(folders)
     drawn = all_plots(runs)
     name = f"Palimpsest training: {', '.join(run.name for run in runs)}"
@@ -123,7 +125,8 @@ def all_plots(runs: Sequence[Run]) -> list[Plot]:
         ("mfu", "How much of the machine is used?", [("MFU (share of the assumed peak)", _key("mfu"), percent)], "zero"),
         ("memory", "How much memory has it taken?", [("most memory so far (bytes)", _key("memory_bytes"), size)], "zero"),
     ]
-    return [plot for plot in (_plot(runs, *parts) for parts in plotted) if plot is not None] + _loads(runs) + _depth(runs)
+    over_time = [plot for plot in (_plot(runs, *parts) for parts in plotted) if plot is not None]
+    return [*over_time, *_loads(runs), *_depth(runs), *_gates(runs)]
 
 
 def _key(name: str) -> Callable[[dict[str, Any]], Any]:
@@ -208,6 +211,42 @@ def _depth(runs: Sequence[Run]) -> list[Plot]:
     panel = Panel(*labels, lines, whole, _small, log_x=False, y_scale="zero")
     rows = [[line.name, *(cell(line.points[at][1], _small) for at in (0, len(line.points) // 2, -1))] for line in lines]
     return [Plot("depth", question, [panel], _ends(panel), Table(question, ["run", "first", "middle", "head"], rows))]
+
+
+def _gates(runs: Sequence[Run]) -> list[Plot]:
+    """Write strengths and half-lives of recurrent memories in the last record: over all layers, and layer by layer."""
+    steps = [HALF_LIVES[0] / 2, *HALF_LIVES]
+    middles = [(place + 0.5) / BETA_BINS for place in range(BETA_BINS)]
+    kinds = (
+        ("beta", "How strongly do memories write?", "write strength (beta, over its largest)", middles, _small, False),
+        ("half_life", "How long do memories keep what they hold?", "half-life (tokens, from)", steps, _small, True),
+    )
+    found = []
+    for key, question, label, places, text, log_x in kinds:
+        over_all, by_layer, rows = [], [], []
+        for style, run in enumerate(runs):
+            layers = [gate for gate in run.last("gates") or [] if key in gate]
+            if not layers:
+                continue
+            means = [sum(column) / len(layers) for column in zip(*(gate[key] for gate in layers), strict=True)]
+            over_all.append(Line(run.name, style, list(zip(places, means, strict=True))))
+            upper = [(float(gate["layer"] + 1), float(sum(gate[key][len(places) // 2 :]))) for gate in layers]
+            by_layer.append(Line(run.name, style, upper))
+            rows += [[f"{run.name}: {layer:g}", cell(share, percent)] for layer, share in upper]
+        if not over_all:
+            continue
+        middle = f"{'from ' if log_x else 'above '}{text(places[len(places) // 2] if log_x else 0.5)}"
+        head = f"share {middle}{' tokens' if log_x else ''}"
+        panels = [
+            Panel(label, "share of tokens and channels, all layers", over_all, text, percent, log_x=log_x, y_scale="zero"),
+            Panel("layer (number, from the first)", head, by_layer, whole, percent, log_x=False, y_scale="zero"),
+        ]
+        low, high = (pick((y, x, line.name) for line in by_layer for x, y in line.points) for pick in (min, max))
+        said = f"least in layer {low[1]:g} of {low[2]} ({percent(low[0])}), most in {high[1]:g} of {high[2]}"
+        found.append(
+            Plot(key, question, panels, f"The {head} is {said} ({percent(high[0])}).", Table(question, ["layer", head], rows))
+        )
+    return found
 
 
 def _lead(runs: Sequence[Run]) -> str:

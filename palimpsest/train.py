@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from palimpsest import checkpoint, distributed
+from palimpsest import checkpoint, distributed, random_state, run_folder
 from palimpsest.balance import Balancer
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.conversations import ANSWER, BEGIN
@@ -30,15 +30,15 @@ from palimpsest.distributed import World
 from palimpsest.gradients import MicroBatch, arranged, backward, predicted, split_documents
 from palimpsest.inputs import check_lengths, inspected
 from palimpsest.model import Model
-from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer
+from palimpsest.optim import TrainingFailed, clip_gradients, learning_rate, make_optimizer, shared_steps
 from palimpsest.progress import Display, interrupts, memory_bytes
 from palimpsest.qkclip import QKClip
+from palimpsest.run_folder import METRICS
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.watch import Watch
 
 __all__ = ["Trainer", "TrainingFailed", "Work", "backward", "split_documents"]
 
-RUN, METRICS = "run.json", "metrics.jsonl"
 FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints")  # may change when a run is resumed
 
 Record = dict[str, Any]
@@ -59,12 +59,12 @@ class Trainer:
     are spread over them, and the first one writes. `marks` go with both arrays when they are conversations (conversations.py).
     `report` is called with every record of metrics.jsonl:
 
-        step, tokens, loss (of that step, nats per token), lr, grad_norm (before clipping), tokens_per_s,
-        memory_bytes (the most so far), seconds (of all steps so far, without validation and saving); with experts also
-        moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; with qk_clip
-        max_attention_logit; groups: of every group of the optimiser its grad_norm (before clipping) and update_ratio;
-        residual_rms of what each sublayer read and of what the head read
-        step, tokens, val_nats_per_token, val_bits_per_byte, seconds
+        step, tokens, repeats (how often the text was read), loss (of that step, nats per token), lr, grad_norm (before
+        clipping), tokens_per_s, memory_bytes (the most so far), seconds (of all steps so far, without validation and
+        saving); with experts also moe_max_violation, moe_idle_experts, moe_load (of that step); with `work` also mfu; with
+        qk_clip max_attention_logit; groups: of every group of the optimiser its grad_norm and update_ratio;
+        residual_rms of what each sublayer read and of what the head read; gates of recurrent layers (watch.py)
+        step, tokens, repeats, val_nats_per_token, val_bits_per_byte, seconds
 
     Raises InputError, with nothing written, when model, settings, tokens and tokenizer do not fit one another.
     """
@@ -117,22 +117,33 @@ class Trainer:
                 block.mixer.compile()  # type: ignore[union-attr]
                 block.mlp.compile()  # type: ignore[union-attr]
         how = config.batch_size, config.context_length, config.seed
-        self.batches = Batches(train_tokens, *how)
+        self.batches, self.train_length = Batches(train_tokens, *how), len(train_tokens)
         self.marks = None if marks is None else Batches(marks[0], *how)
         self.validation_marks = None if marks is None else marks[1]
         self.optimizer = make_optimizer(model, config)
         self.balancer = Balancer(model, config)
         self.qk_clip = QKClip(model, self.optimizer, config.qk_clip) if config.qk_clip else None
-        self.watch, self.groups, self.residual_rms = Watch(model, self.optimizer), {}, []
+        self.watch, self.groups, self.residual_rms, self.gates = Watch(model, self.optimizer), {}, [], []
         self.steps_done, self.seconds, self.grad_norm = 0, 0.0, 0.0
         self._mark = (0, 0.0)  # tokens and seconds at the last record
         self._claimed = False
         self._torn = False  # inside a step, when weights, optimiser and data may be of different steps
         self._display = Display(config.steps)
+        # From here the rates of wsd fall towards the end; a longer run sets out from the checkpoint of this step.
+        self.branch = shared_steps(config, config.replace(steps=config.steps + 1)) if config.schedule == "wsd" else None
 
     @property
     def tokens_done(self) -> int:
         return self.steps_done * self.config.batch_size * self.config.accumulation * self.config.context_length
+
+    @property
+    def repeats(self) -> float:
+        """How often the text has been read."""
+        return self.tokens_done / self.train_length
+
+    @property
+    def is_finished(self) -> bool:
+        return self.steps_done >= self.config.steps
 
     def step(self) -> float:
         """One optimiser step; returns its loss in nats per predicted token.
@@ -156,7 +167,7 @@ class Trainer:
             if not math.isfinite(loss):
                 raise TrainingFailed(f"step {number}: the loss is {loss}; lower learning_rate, or raise warmup_steps")
             if is_logged:
-                self.residual_rms = self.watch.residual_rms()
+                self.residual_rms, self.gates = self.watch.residual_rms(), self.watch.gates()
                 self.watch.before_update()
             self.grad_norm = clip_gradients(self.model, self.config.grad_clip, number)
         except TrainingFailed as error:
@@ -221,9 +232,10 @@ class Trainer:
         windows = list(tokens[:whole].view(-1, length).split(self.config.batch_size)) if whole else []
         return [*windows, tokens[whole:].unsqueeze(0)] if len(tokens) - whole >= 2 else windows
 
-    def run(self) -> list[Record]:
+    def run(self, until: float | None = None) -> list[Record]:
         """Trains until `config.steps`; returns the records of this call.
 
+        When `time.perf_counter()` has passed `until` in any process, it saves a checkpoint and returns behind that step.
         Ctrl-C lets the step finish, saves a checkpoint and raises KeyboardInterrupt; a second one stops at once. Raises
         InputError, with nothing written, when the folder holds a run and `resume` was not called, and TrainingFailed.
         """
@@ -232,11 +244,18 @@ class Trainer:
         self._mark = (self.tokens_done, self.seconds)
         with interrupts() as interrupted:
             try:
-                while self.steps_done < self.config.steps:
+                while not self.is_finished:
                     loss = self.step()
                     self._after_step(loss, records)
-                    if self.world.summed(interrupted.is_set())[0]:  # wherever Ctrl-C came to, all stop behind the same step
+                    is_late = until is not None and time.perf_counter() >= until
+                    # Wherever Ctrl-C came to, all stop behind the same step.
+                    stop, late = self.world.summed(interrupted.is_set(), is_late)
+                    if stop:
                         raise KeyboardInterrupt
+                    if late and not self.is_finished:
+                        if self.folder is not None:
+                            self.save()
+                        break
             except KeyboardInterrupt:
                 self._display.close()
                 if self.folder is not None:
@@ -257,7 +276,7 @@ class Trainer:
         tokens_per_s = (self.tokens_done - tokens) / max(self.seconds - seconds, 1e-9)
         if self.world.is_main:
             self._display.step(self.steps_done, loss, tokens_per_s, memory, is_logged)
-        place = {"step": self.steps_done, "tokens": self.tokens_done}
+        place = {"step": self.steps_done, "tokens": self.tokens_done, "repeats": self.repeats}
         if is_logged:
             record = {
                 **place,
@@ -272,12 +291,14 @@ class Trainer:
                 **self._mfu(tokens_per_s),
                 "groups": self.groups,
                 "residual_rms": self.residual_rms,
+                **({"gates": self.gates} if self.gates else {}),
             }
             self._mark = (self.tokens_done, self.seconds)
             self._record(record, records)
         if self.validation_tokens is not None and self._due(self.config.eval_every, self.steps_done):
             self._record({**place, **self._validate(), "seconds": self.seconds}, records)
-        if self.folder is not None and self._due(self.config.checkpoint_every, self.steps_done):
+        is_branch = self.steps_done == self.branch
+        if self.folder is not None and (is_branch or self._due(self.config.checkpoint_every, self.steps_done)):
             self.save()
 
     def _mfu(self, tokens_per_s: float) -> Record:
@@ -319,37 +340,32 @@ class Trainer:
             "step": self.steps_done,
             "seconds": self.seconds,
             "data": self.batches.state_dict(),
-            "random": checkpoint.random_state(),
+            "random": random_state.current(),
         }
         model, optimizer = distributed.whole(self.model, self.world), self.optimizer.named_state()
         target = checkpoint.checkpoint_folder(self.folder, self.steps_done)
         if self.world.is_main:
-            keep = self.config.keep_checkpoints
-            checkpoint.save_checkpoint(self.folder, self.steps_done, model, optimizer, state, self.tokenizer, keep)
+            how = self.tokenizer, self.config.keep_checkpoints, self.branch
+            checkpoint.save_checkpoint(self.folder, self.steps_done, model, optimizer, state, *how)
         self.world.wait()
         return target
 
     def resume(self) -> int:
         """Takes up the run in the folder at its newest complete checkpoint; returns the number of steps it has done.
 
-        A run that stopped before its first checkpoint begins anew. Raises InputError, with nothing changed, when the
-        folder holds no run, a run with other settings, model, tokenizer or data, or a damaged checkpoint.
+        A run that stopped before its first checkpoint begins anew. With another number of `steps` than before it goes on
+        from the newest checkpoint that a run of so many steps would have come by, and is then that run. Raises InputError,
+        with nothing changed, when there is none, and when the folder holds no run, a run with other settings, model,
+        tokenizer or data, or a damaged checkpoint.
         """
-        if self.folder is None or not (self.folder / RUN).is_file():
-            raise InputError(f"{self.folder}: there is no run to resume here; begin one without resuming")
-        held = checkpoint.read_json(self.folder / RUN)
-        differing = checkpoint.differences(held, self.identity)
-        if differing:
-            raise InputError(
-                f"{self.folder}: the run there differs: {'; '.join(differing)}; use equal settings, or another folder"
-            )
-        complete = checkpoint.checkpoints(self.folder)
-        if complete:
-            self._restore(complete[-1])
+        if self.folder is None:
+            raise InputError("folder: none was given; there is no run to resume")
+        usable = run_folder.usable(self.folder, self.identity, self.config)
+        if usable:
+            self._restore(usable[-1])
         self.world.wait()  # until all have read what is there
         if self.world.is_main:
-            checkpoint.clean(self.folder)
-            checkpoint.trim_metrics(self.folder / METRICS, self.steps_done)
+            run_folder.take_up(self.folder, self.identity, self.steps_done)
         self._claimed = True
         return self.steps_done
 
@@ -357,7 +373,7 @@ class Trainer:
     def _restore(self, path: Path) -> None:
         weights, optimizer, state = checkpoint.read_checkpoint(path, self.model)
         try:
-            step, seconds, drawn = int(state["step"]), float(state["seconds"]), checkpoint.parse_random_state(state["random"])
+            step, seconds, drawn = int(state["step"]), float(state["seconds"]), random_state.parse(state["random"])
             for batches in (self.batches, self.marks):
                 if batches is not None:
                     batches.load_state_dict(state["data"])
@@ -369,21 +385,13 @@ class Trainer:
             distributed.local(parameter).copy_(distributed.part_of(weights[name], parameter))
         self.steps_done, self.seconds = step, seconds
         # Last, so that nothing above draws from the restored states.
-        checkpoint.set_random_state(drawn)
+        random_state.restore(drawn)
 
     def _claim(self) -> None:
         """Makes the folder this run's own, or refuses one that holds a run."""
         if self.folder is None or self._claimed or not self.world.is_main:
             return
-        if self.folder.exists() and not self.folder.is_dir():
-            raise InputError(f"{self.folder}: it is a file; give a folder")
-        if any((self.folder / name).exists() for name in (RUN, METRICS, "checkpoints")):
-            raise InputError(f"{self.folder}: holds a run already; resume it, or give another folder")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_json(self.folder / RUN, self.identity)
-        except OSError as error:
-            raise InputError(f"{self.folder}: cannot be written ({error.strerror}); give another folder") from None
+        run_folder.claim(self.folder, self.identity)
         self._claimed = True
 
     def _last_checkpoint(self) -> str:

@@ -1,14 +1,67 @@
-"""The commands around training: `palimpsest train`, `palimpsest evaluate` and `palimpsest report`."""
+"""The commands around training: `palimpsest tokenize`, `train`, `evaluate` and `report`."""
 
 from __future__ import annotations
 
+import dataclasses
+import typing
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from palimpsest.config import InputError, TrainConfig
 from palimpsest.output import Json, check_json, write_json
+
+if TYPE_CHECKING:
+    TrainFlags = TrainConfig
+else:
+    # Those of TrainConfig, None where a flag was not given.
+    _HINTS = typing.get_type_hints(TrainConfig)
+    TrainFlags = dataclasses.make_dataclass(
+        "TrainFlags",
+        [
+            (f.name, Annotated[_HINTS[f.name] | None, Parameter(show_default=lambda _, default=f.default: default)], None)
+            for f in dataclasses.fields(TrainConfig)
+        ],
+        namespace={"__module__": __name__},
+    )
+
+
+def tokenize(
+    text: list[Path],
+    /,
+    *,
+    out: Path,
+    tokenizer: str = "bytes",
+    encoding_errors: Literal["strict", "replace"] = "strict",
+    json: Json = None,
+) -> None:
+    """Turn text into tokens once, for runs with `tokens = "FOLDER"` under [data]; the folder may go to another machine.
+
+    Parameters
+    ----------
+    text
+        Files or folders of UTF-8 text, JSONL (field "text") or parquet (column "text").
+    out
+        Folder to write: tokens.bin, two bytes a token up to 65536 ids, and the tokenizer.
+    tokenizer
+        bytes, bpe:SIZE (learned from the text), a tokenizer.json, or a folder with one.
+    encoding_errors
+        strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
+    """
+    check_json(json)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: not an empty folder; give another --out")
+    from palimpsest import material
+
+    tokens = material.prepare(text, out, material.make_tokenizer(tokenizer, text, encoding_errors), encoding_errors)
+    facts = {"tokens": tokens.num_tokens, "documents": len(tokens.document_starts), "text_bytes": tokens.num_bytes}
+    facts |= {"vocab_size": tokens.vocab_size, "file_bytes": tokens.path.stat().st_size}
+    print(
+        f"{out}: {tokens.num_tokens:,} tokens of {facts['documents']:,} documents, {tokens.num_bytes / tokens.num_tokens:.2f} "
+        f"bytes of text each; vocabulary {tokens.vocab_size:,}, file {facts['file_bytes'] / 2**20:.1f} MiB"
+    )
+    write_json(json, facts)
 
 
 def train(
@@ -22,8 +75,10 @@ def train(
     set: list[str] | None = None,
     encoding_errors: Literal["strict", "replace"] = "strict",
     resume: Annotated[bool, Parameter(negative="")] = False,
+    minutes: float | None = None,
+    tensorboard: Annotated[bool, Parameter(negative="")] = False,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
-    settings: Annotated[TrainConfig | None, Parameter(name="*")] = None,
+    settings: Annotated[TrainFlags | None, Parameter(name="*")] = None,
     json: Json = None,
 ) -> None:
     """Train a model on text, from a run file or from flags. The folder then opens with `palimpsest generate`.
@@ -32,7 +87,7 @@ def train(
     ----------
     run
         A run file (TOML with tables [model], [data], [train], and [mesh] for torchrun).
-        Leave out the other flags but --out, --resume, --json.
+        Leave out --preset, --text, --tokenizer and --set; flags like --seed take the place of what its [train] says.
     out
         Folder of the run: tokens, metrics.jsonl, checkpoints, the model.
     preset
@@ -46,7 +101,12 @@ def train(
     encoding_errors
         strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
     resume
-        Go on with the run in the folder, at its newest checkpoint.
+        Go on with the run in the folder, at its newest checkpoint. With more --steps than before, a run whose schedule is
+        constant or wsd is made longer.
+    minutes
+        Stop after so many minutes, with a checkpoint to resume from.
+    tensorboard
+        Also write what is logged for TensorBoard, into the folder `tensorboard` of the run.
     dry_run
         Print parameters, memory, tokens, learning rates and optimiser groups; train nothing and write nothing.
     """
@@ -55,16 +115,18 @@ def train(
 
     if run is not None:
         given = [flag for flag, value in (("--preset", preset), ("--text", text), ("--set", set)) if value is not None]
-        given += ["the training flags"] if settings is not None else []
         given += [flag for flag, value, default in (("--tokenizer", tokenizer, "bytes"),) if value != default]
         if given:
             raise InputError(f"{run} and {', '.join(given)} were both given; put it all into the file or all into flags")
         recipe = Recipe.from_file(run)
+        recipe = dataclasses.replace(recipe, train=recipe.train.replace(**_given(settings))).checked()
     else:
         if preset is None or not text:
             raise InputError("train needs a run file, or --preset and --text; see `palimpsest train --help`")
         overrides = dict(_assignment(item) for item in set or [])
-        recipe = Recipe(preset, overrides, settings or TrainConfig(), text, tokenizer, 0.1, encoding_errors).checked()
+        recipe = Recipe(preset, overrides, TrainConfig(**_given(settings)), text, tokenizer, 0.1, encoding_errors).checked()
+    if minutes is not None and minutes < 0:
+        raise InputError(f"--minutes is {minutes}; it must not be negative")
     if dry_run:
         facts = recipe.rehearse()
         print(render(facts))
@@ -75,13 +137,22 @@ def train(
     from palimpsest import distributed
 
     try:
-        result = recipe.run(out, resume)
+        result = recipe.run(out, resume, minutes, tensorboard)
     finally:
         distributed.leave()
     if not distributed.is_main():
         return
-    print(f"{out}: {result['steps']} steps, validation {result['val_nats_per_token']:.4f} nats/token")
+    done = f"{out}: {result['steps']} steps"
+    if result["finished"]:
+        print(f"{done}, validation {result['val_nats_per_token']:.4f} nats/token")
+    else:
+        print(f"{done} of {recipe.train.steps} in this and earlier pieces; go on with --resume")
     write_json(json, result)
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """The training flags that were given."""
+    return {name: value for name, value in vars(settings).items() if value is not None} if settings is not None else {}
 
 
 def _assignment(item: str) -> tuple[str, Any]:

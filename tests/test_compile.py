@@ -96,3 +96,17 @@ def test_graphs_see_an_operation_of_known_shapes() -> None:
     torch.library.opcheck(torch.ops.palimpsest.recurrence.default, ("chunked", q, k, v, None, beta, state, None, 16))
     x, weight = torch.randn(6, 4, generator=draw).requires_grad_(), torch.randn(3, 5, 4, generator=draw).requires_grad_()
     torch.library.opcheck(torch.ops.palimpsest.grouped.default, (x, weight, torch.tensor([2, 0, 4])))
+
+
+@pytest.mark.slow
+def test_gates_are_seen_in_compiled_layers() -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = pal.Model(pal.ModelConfig.preset("kda-tiny", num_hidden_layers=1))
+        config = pal.TrainConfig(steps=3, batch_size=2, context_length=16, warmup_steps=0, log_every=3, compile=compiled)
+        trainer = Trainer(model, config, np.random.default_rng(0).integers(0, 256, 500))
+        for _ in range(3):
+            trainer.step()
+        found.append(trainer.gates)
+    assert found[0][0]["beta"] == pytest.approx(found[1][0]["beta"], abs=0.02) and len(found[1]) == 1

@@ -26,8 +26,8 @@ from tests.conftest import make_ids, make_model
 from tests.processes import run
 
 EOS, LAYERS = 5, 4
-# (data, expert, context), preset, whether documents are apart, whether sublayers are recomputed
-CASES: dict[int, list[tuple[tuple[int, int, int], str, bool, bool]]] = {
+# (data, expert, context, and perhaps tensor), preset, whether documents are apart, whether sublayers are recomputed
+CASES: dict[int, list[tuple[tuple[int, ...], str, bool, bool]]] = {
     2: [
         ((2, 1, 1), "gpt2-tiny", True, True),
         ((1, 2, 1), "kimi-k3-tiny", False, False),
@@ -36,18 +36,27 @@ CASES: dict[int, list[tuple[tuple[int, int, int], str, bool, bool]]] = {
         ((1, 1, 2), "qwen3-next-tiny", False, False),
         ((1, 1, 2), "linear-attention-tiny", True, False),
         ((1, 1, 2), "deltanet-tiny", False, False),
+        ((1, 1, 1, 2), "gpt2-tiny", True, True),
+        ((1, 1, 1, 2), "kimi-k3-tiny", False, False),
+        ((1, 1, 1, 2), "qwen3-next-tiny", True, True),
+        ((1, 1, 1, 2), "linear-attention-tiny", True, False),
+        ((1, 1, 1, 2), "deltanet-tiny", False, False),
     ],
     4: [
         ((1, 4, 1), "kimi-linear-tiny", False, False),
         ((1, 1, 4), "kda-tiny", False, False),
         ((2, 1, 2), "smollm2-tiny", True, False),
         ((1, 2, 2), "kimi-k3-tiny", True, True),
+        ((2, 1, 1, 2), "smollm2-tiny", True, False),
+        ((2, 1, 1, 2), "gated-deltanet-tiny", False, True),
+        ((1, 2, 1, 2), "kimi-linear-tiny", True, False),
+        ((1, 1, 2, 2), "kimi-k3-tiny", False, False),
     ],
 }
 
 
 def batch(
-    model: pal.Model, packed: bool, sizes: tuple[int, int, int], rows: Any = lambda x: x
+    model: pal.Model, packed: bool, sizes: tuple[int, ...], rows: Any = lambda x: x
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     """Two micro-batches, the second with ignored labels. Three rows for each part of a batch, with documents of 4, 22 and 6
     tokens, so that stretches of the packed rows begin inside documents."""
@@ -87,7 +96,9 @@ def gradients(rank: int, cases: list[Any]) -> list[dict[str, float]]:
         loss = backward(model, batch(model, packed, sizes, world.rows), world=world)
         found = {n: distributed.full(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         whole = dict(distributed.whole(model, world).named_parameters())
-        low = single(preset, sizes, packed) if number in (1, 3) else 0.0
+        low = single(preset, sizes, packed) if number in (1, 3) or sizes[3:] else 0.0
+        cut = model.get_parameter("layers.0.mixer.o_proj.weight").placements  # type: ignore[attr-defined]
+        assert len(cut) == (2 if sizes[3:] else 1) and all(x.is_shard() for x in cut)
         fresh = make_model(preset, dtype=torch.float64, num_hidden_layers=LAYERS)
         results.append(
             {
@@ -101,11 +112,12 @@ def gradients(rank: int, cases: list[Any]) -> list[dict[str, float]]:
     return results
 
 
-def single(preset: str, sizes: tuple[int, int, int], packed: bool) -> float:
+def single(preset: str, sizes: tuple[int, ...], packed: bool) -> float:
     """The same in float32 and of adapters: the distance of all gradients together, relative to their size. With weights of
     usual size: large ones lose digits on one process already."""
     model = make_model(preset, num_hidden_layers=LAYERS, initializer_range=0.02).train()
-    lora.add(model, LoraConfig(rank=2))
+    if not sizes[3:]:
+        lora.add(model, LoraConfig(rank=2))
     with torch.no_grad():
         for adapter in lora.weights(model).values():
             adapter.normal_(0, 0.01)
@@ -122,9 +134,14 @@ def single(preset: str, sizes: tuple[int, int, int], packed: bool) -> float:
 
 
 # Runs that one process begins, several go on with, and one ends: (mesh, preset, optimiser)
-RUNS: dict[int, list[tuple[tuple[int, int, int], str, str]]] = {
-    2: [((1, 2, 1), "kimi-k3-tiny", "adamw"), ((1, 1, 2), "kimi-linear-tiny", "muon")],
-    4: [((2, 2, 1), "qwen3-next-tiny", "muon")],
+RUNS: dict[int, list[tuple[tuple[int, ...], str, str]]] = {
+    2: [
+        ((1, 2, 1), "kimi-k3-tiny", "adamw"),
+        ((1, 1, 2), "kimi-linear-tiny", "muon"),
+        ((1, 1, 1, 2), "kimi-k3-tiny", "muon"),
+        ((1, 1, 1, 2), "gpt2-tiny", "adamw"),
+    ],
+    4: [((2, 2, 1), "qwen3-next-tiny", "muon"), ((2, 1, 1, 2), "qwen3-next-tiny", "adamw")],
 }
 TOKENS = np.random.default_rng(0).integers(0, 250, 3000)
 
@@ -172,6 +189,21 @@ def refusals() -> list[str]:
         lines.append(str(caught.value))
     with pytest.raises(pal.InputError) as caught:
         distributed.World(MeshConfig(expert=2), torch.device("cpu")).check(pal.TrainConfig(), model)
+    wrong: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (3, {}, {}),
+        (2, {"qk_clip": 100.0}, {}),
+        (2, {}, {"linear_num_key_heads": 1, "linear_num_value_heads": 1}),
+        (2, {}, {"intermediate_size": 33}),
+    ]
+    for sizes, fields, change in wrong:
+        with pytest.raises(pal.InputError) as tensor:
+            own = make_model("kda-tiny", num_hidden_layers=1, **change)
+            distributed.World(MeshConfig(tensor=sizes), torch.device("cpu")).check(pal.TrainConfig.from_dict(fields), own)
+        lines.append(str(tensor.value))
+    lora.add(model, LoraConfig(rank=2))
+    with pytest.raises(pal.InputError) as adapted:
+        distributed.World(MeshConfig(tensor=2), torch.device("cpu")).check(pal.TrainConfig(), model)
+    lines.append(str(adapted.value))
     with pytest.raises(pal.InputError) as other:
         distributed.start(MeshConfig(data=7))
     return [*lines, str(caught.value), str(other.value)]
@@ -188,7 +220,7 @@ def test_processes_are_one(count: int, tmp_path: Path) -> None:
         first = trainer(preset, optimizer, folder)
         assert steps(first, 2) == steps(unbroken[-1], 2)
         first.save()
-    found = run(count, work, CASES[count], RUNS[count], folders)
+    found = run(count, work, CASES[count], RUNS[count], folders, timeout_s=300)
     for results, losses, lines in found:
         for case, errors in zip(CASES[count], results, strict=True):
             assert errors["loss"] < 1e-12, (case, errors)
@@ -202,7 +234,8 @@ def test_processes_are_one(count: int, tmp_path: Path) -> None:
         last = trainer(preset, optimizer, folder)
         assert last.resume() == 4
         assert steps(last, 6) == pytest.approx(steps(whole, 6), rel=close)
-    expected = "batch_size is 3", "context_length is 32", "at least", "expert is 2", "torchrun"
+    expected = ["batch_size is 3", "context_length is 32", "at least", "linear_num_key_heads, 2", "with qk_clip"]
+    expected += ["linear_num_key_heads, 1", "intermediate_size, 33", "with adapters", "expert is 2", "torchrun"]
     for line, words in zip(found[0][2], expected, strict=True):
         assert words in line
 

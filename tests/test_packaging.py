@@ -130,7 +130,7 @@ def test_readme_commands_parse(line: str) -> None:
 
 def test_readme_shows_each_command_and_each_preset() -> None:
     shown = {line.split()[1] for line in readme_commands()}
-    commands = "lineage train evaluate generate convert plan benchmark presets doctor report serve chat"
+    commands = "lineage tokenize train evaluate generate convert plan benchmark presets doctor report serve chat"
     assert shown == set(commands.split())
     assert [name for name in palimpsest.presets() if f"`{name}`" not in README] == []
 

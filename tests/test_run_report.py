@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,45 @@ def test_the_residual_stream_is_what_the_sublayers_read(tmp_path: Path) -> None:
     assert not any(norm._forward_pre_hooks for norm in trainer.watch.norms)
 
 
+@pytest.mark.parametrize("preset", ["kda-tiny", "gated-deltanet-tiny", "kimi-k3-tiny", "deltanet-tiny", "gpt2-tiny"])
+def test_gates_are_counted_as_the_layers_use_them(preset: str) -> None:
+    """Shares of write strengths and half-lives, against the operation's own inputs taken to its token-by-token form."""
+    torch.manual_seed(0)
+    model = pal.Model(pal.ModelConfig.preset(preset, num_hidden_layers=2, initializer_range=0.5))
+    config = pal.TrainConfig(steps=1, batch_size=2, context_length=16, warmup_steps=0, recompute=preset == "kda-tiny")
+    trainer = Trainer(model, config, TOKENS)
+    inputs: dict[int, torch.Tensor] = {}
+
+    def keep(layer: int, mixer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        inputs[layer] = given[0].detach()
+
+    for layer, block in enumerate(model.layers):
+        block.get_submodule("mixer").register_forward_pre_hook(partial(keep, layer))
+    before = copy.deepcopy(model)
+    trainer.step()
+    assert [gate["layer"] for gate in trainer.gates] == ([] if preset == "gpt2-tiny" else [0, 1])
+    for gate in trainer.gates:
+        mixer: Any = before.layers[gate["layer"]].get_submodule("mixer")
+        x = inputs[gate["layer"]]
+        beta = torch.sigmoid(x @ mixer.b_proj.weight.T).flatten().tolist()
+        expected = [sum(place / 10 <= value < (place + 1) / 10 for value in beta) / len(beta) for place in range(10)]
+        assert gate["beta"] == pytest.approx(expected, abs=2 / len(beta)) and max(gate["beta"]) < 1
+        if preset == "deltanet-tiny":
+            assert "half_life" not in gate
+            continue
+        rate = mixer.A_log.exp().view(-1, 1)
+        if "gated" in preset:
+            z = (x @ mixer.a_proj.weight.T + mixer.dt_bias).unsqueeze(-1)
+        else:
+            z = (x @ mixer.f_a_proj.weight.T @ mixer.f_b_proj.weight.T + mixer.dt_bias).unflatten(-1, (len(rate), -1))
+        g = -5 * torch.sigmoid(rate * z) if preset == "kimi-k3-tiny" else -rate * torch.nn.functional.softplus(z)
+        kept = torch.exp(g).flatten().double()  # 0.5 after one half-life
+        edges = [0.0, *(0.5 ** (1 / 2**power) for power in range(13)), 1.1]
+        expected = [float(((low <= kept) & (kept < high)).double().mean()) for low, high in itertools.pairwise(edges)]
+        assert gate["half_life"] == pytest.approx(expected, abs=2 / len(kept)) and sum(gate["half_life"]) == pytest.approx(1)
+    assert not any(block.get_submodule("mixer_norm")._forward_hooks for block in model.layers)
+
+
 def test_loads_are_by_layer_and_fair_on_average(runs: list[Path]) -> None:
     for row in records(runs[0]):
         if "loss" not in row:
@@ -94,7 +136,8 @@ def test_the_page_shows_every_run_in_every_plot(runs: list[Path], tmp_path: Path
     page = out.read_text()
     assert "adamw: step 4, validation" in capsys.readouterr().out
     idents = [plot.ident for plot in run_report.all_plots(run_report.read(runs))]
-    assert idents == ["loss", "rate", "gradients", "updates", "experts", "speed", "memory", "loads", "depth"]
+    over_time = ["loss", "rate", "gradients", "updates", "experts", "speed", "memory"]
+    assert idents == [*over_time, "loads", "depth", "beta", "half_life"]
     for ident in idents:
         section = page.split(f'<section id="{ident}">')[1].split("</section>")[0]
         assert section.count("<svg") >= 1 and "adamw" in section and "muon" in section

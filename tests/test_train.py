@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import palimpsest as pal
-from palimpsest import checkpoint
+from palimpsest import checkpoint, random_state
 from palimpsest.tokenizer import Tokenizer
 from palimpsest.train import Trainer, TrainingFailed, backward, split_documents
 from tests.conftest import make_ids, make_model, relative
@@ -91,7 +91,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, preset: str, dtype: str) 
     whole, first = trainer("whole"), trainer("pieces")
     seed(11)
     records = whole.run()
-    states = checkpoint.random_state()
+    states = random_state.current()
 
     def stop(record: dict[str, Any]) -> None:
         if record["step"] == 7:  # two steps beyond the checkpoint, which are lost
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, preset: str, dtype: str) 
     assert losses(lines(tmp_path / "pieces")) == losses(records) == losses(lines(tmp_path / "whole"))
     assert [r["step"] for r in lines(tmp_path / "pieces")] == [*range(1, 11), 10]
     assert rest[-1]["val_nats_per_token"] == records[-1]["val_nats_per_token"]
-    assert checkpoint.random_state() == states
+    assert random_state.current() == states
     assert_same_run(whole, second)
     loaded, tokenizer = checkpoint.load(tmp_path / "pieces")
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), whole.model.parameters(), strict=True))
@@ -227,10 +227,11 @@ def test_the_loss_falls_on_a_pattern_and_the_records_say_so(tmp_path: Path, pres
         < math.log(257) - 1
         < small(preset)(torch.zeros(1, 8).long(), labels=torch.zeros(1, 8).long()).loss
     )
-    keys = {"step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "seconds"}
-    assert set(steps[0]) == keys | {"groups", "residual_rms"} and all(steps[0][key] > 0 for key in keys)
+    keys = {"step", "tokens", "repeats", "loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "seconds"}
+    lists = {"groups", "residual_rms", *(["gates"] if preset == "kda-tiny" else [])}
+    assert set(steps[0]) == keys | lists and all(steps[0][key] > 0 for key in keys)
     assert trainer.optimizer.param_groups[-1]["lr"] == steps[-1]["lr"] == pytest.approx(1e-3)
-    assert steps[-1]["tokens"] == 30 * 2 * 8
+    assert steps[-1]["tokens"] == 30 * 2 * 8 and steps[-1]["repeats"] == 30 * 2 * 8 / len(TOKENS)
     checks = [r for r in records if "val_nats_per_token" in r]
     assert [r["step"] for r in checks] == [15, 30]
     for check in checks:
@@ -242,9 +243,9 @@ def test_validation_weighs_every_token_alike_and_disturbs_nothing() -> None:
     model = make_model("gpt2-tiny").train()
     tokens = TEXT[:100].astype(np.uint16)
     trainer = Trainer(model, settings(batch_size=3, context_length=8, eval_tokens=85), TEXT, tokens)
-    before = checkpoint.random_state()
+    before = random_state.current()
     nats = trainer.evaluate()
-    assert trainer.evaluate() == nats and checkpoint.random_state() == before and model.training
+    assert trainer.evaluate() == nats and random_state.current() == before and model.training
     total, count = 0.0, 0
     with torch.no_grad():
         for start in range(0, 85, 8):
@@ -331,7 +332,7 @@ def test_resuming_with_anything_else_names_the_difference_and_both_values(tmp_pa
     changed = TEXT.copy()
     changed[500] = (changed[500] + 1) % 257
     for given, message in [
-        ({"config": {"steps": 3}}, "train.steps was 2, is 3;"),
+        ({"config": {"steps": 3, "beta1": 0.5}}, "train.steps was 2, is 3; train.beta1 was 0.9, is 0.5;"),
         ({"config": {"seed": 1, "learning_rate": 0.5}}, "train.learning_rate was 0.003, is 0.5; train.seed was 0, is 1;"),
         ({"model": small(rms_norm_eps=1e-3)}, "model.rms_norm_eps was 1e-05, is 0.001;"),
         ({"model": small(hidden_size=32)}, "model.hidden_size was 64, is 32;"),

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.heads import Heads, share
 from palimpsest.linear import Linear
 from palimpsest.state import KeyValue, Rows, Segments
 
@@ -44,6 +45,7 @@ class Attention(nn.Module):
         self.rotated = int(self.head_dim * config.partial_rotary_factor) if config.position == "rope" else 0
         self.rope_theta = config.rope_theta
         self.observe: Observer | None = None  # told what is scored while training clips logits
+        self.parallel: Heads | None = None  # in training: the processes that share the heads
 
     def new_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> KeyValue:
         empty = torch.empty(batch, 0, self.kv_heads, self.head_dim, dtype=dtype, device=device)
@@ -54,8 +56,8 @@ class Attention(nn.Module):
         k = self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm.weight, self.norm_eps)
-            k = ops.rms_norm(k, self.k_norm.weight, self.norm_eps)
+            q = ops.rms_norm(q, share(self.parallel, self.q_norm.weight), self.norm_eps)
+            k = ops.rms_norm(k, share(self.parallel, self.k_norm.weight), self.norm_eps)
         if self.rotated:
             q = rotate(q, segments.positions, self.rope_theta, self.rotated)
             k = rotate(k, segments.positions, self.rope_theta, self.rotated)

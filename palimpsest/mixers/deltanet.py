@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.context import remembered
+from palimpsest.heads import share
 from palimpsest.linear import Linear
 from palimpsest.mixers.linear_attention import LinearAttention
 from palimpsest.state import Segments
@@ -45,4 +46,4 @@ class DeltaNet(LinearAttention):
         return remembered(ops.delta_rule, segments, q, k, v, beta, state=matrix, qk_l2norm=True)
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:
-        return ops.rms_norm(o, self.o_norm.weight, self.norm_eps)
+        return ops.rms_norm(o, share(self.parallel, self.o_norm.weight), self.norm_eps)

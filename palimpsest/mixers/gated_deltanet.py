@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.context import remembered
+from palimpsest.heads import part, share
 from palimpsest.linear import Linear
 from palimpsest.mixers.deltanet import DeltaNet
 from palimpsest.state import Segments
@@ -72,8 +73,8 @@ class GatedDeltaNet(DeltaNet):
             self.a_proj(x),
             self.write_strength(x),
             state=matrix,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+            A_log=part(self.parallel, self.A_log),
+            dt_bias=part(self.parallel, self.dt_bias),
             qk_l2norm=True,
         )
 
@@ -82,7 +83,7 @@ class GatedDeltaNet(DeltaNet):
             return super().read(x, o)
         gate = self.g_b_proj(self.g_a_proj(x)) if self.low_rank else self.g_proj(x)
         dtype = torch.float64 if o.dtype == torch.float64 else torch.float32
-        normed = ops.rms_norm(o.to(dtype), self.o_norm.weight, self.norm_eps)
+        normed = ops.rms_norm(o.to(dtype), share(self.parallel, self.o_norm.weight), self.norm_eps)
         gate = gate.unflatten(-1, (self.value_heads, self.value_dim)).to(dtype)
         opened = torch.sigmoid(gate) if self.gate_activation == "sigmoid" else F.silu(gate)
         return (normed * opened).to(o.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.context import remembered
+from palimpsest.heads import part
 from palimpsest.linear import Linear
 from palimpsest.mixers.gated_deltanet import GatedDeltaNet
 from palimpsest.state import Segments
@@ -47,8 +48,8 @@ class KDA(GatedDeltaNet):
             raw,
             self.write_strength(x),
             state=matrix,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+            A_log=part(self.parallel, self.A_log),
+            dt_bias=part(self.parallel, self.dt_bias),
             lower_bound=self.lower_bound,
             qk_l2norm=True,
         )

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.context import remembered
+from palimpsest.heads import Heads, part, share
 from palimpsest.linear import Linear
 from palimpsest.state import Recurrent, Segments
 
@@ -67,6 +68,7 @@ class LinearAttention(nn.Module):
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.taps = config.linear_conv_kernel_dim
+        self.parallel: Heads | None = None  # in training: the processes that share the heads
         self.q_proj = Linear(width, keys, bias=False)
         self.k_proj = Linear(width, keys, bias=False)
         self.v_proj = Linear(width, values, bias=False)
@@ -97,7 +99,7 @@ class LinearAttention(nn.Module):
     def forward(self, x: Tensor, state: Recurrent, segments: Segments) -> tuple[Tensor, Recurrent]:
         mixed, conv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1), state.conv
         if self.taps:
-            taps = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+            taps = torch.cat([part(self.parallel, conv.weight) for conv in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])
             if segments.context is not None:
                 conv = segments.context.before(mixed, self.taps - 1, segments)
             mixed, conv = ops.short_conv(mixed, taps, conv, segments.cu_seqlens)
@@ -121,4 +123,4 @@ class LinearAttention(nn.Module):
 
     def read(self, x: Tensor, o: Tensor) -> Tensor:
         """What leaves the layer before o_proj, from o [B,T,HV,V]."""
-        return ops.rms_norm(o, self.o_norm.weight, self.norm_eps) if self.has_norm else o
+        return ops.rms_norm(o, share(self.parallel, self.o_norm.weight), self.norm_eps) if self.has_norm else o

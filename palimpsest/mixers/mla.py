@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
+from palimpsest.heads import Heads, share
 from palimpsest.linear import Linear
 from palimpsest.mixers.attention import Observer, causal_attention, rotate
 from palimpsest.state import Latent, Rows, Segments
@@ -45,6 +46,7 @@ class MLA(nn.Module):
         self.g_proj = Linear(width, values, bias=False) if config.mla_use_output_gate else None
         self.o_proj = Linear(values, width, bias=False)
         self.observe: Observer | None = None  # told what is scored while training clips logits
+        self.parallel: Heads | None = None  # in training: the processes that share the heads
         # New tokens above which forming k and v for every row costs less than scoring in the latent space.
         extra = 2 * self.rank - self.nope - self.value_dim
         self.break_even = self.rank * (self.nope + self.value_dim) / extra if extra > 0 else float("inf")
@@ -60,6 +62,7 @@ class MLA(nn.Module):
             q = self.q_b_proj(ops.rms_norm(self.q_a_proj(x), self.q_a_layernorm.weight, LOW_RANK_NORM_EPS))
         q_nope, q_rope = q.unflatten(-1, (self.heads, -1)).split([self.nope, self.rope], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([self.rank, self.rope], -1)
+        k_rope = share(self.parallel, k_rope)
         latent = ops.rms_norm(latent, self.kv_a_layernorm.weight, LOW_RANK_NORM_EPS)
         if self.rope_theta is not None:
             q_rope = rotate(q_rope, segments.positions, self.rope_theta, self.rope)

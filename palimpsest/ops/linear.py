@@ -73,6 +73,8 @@ def q8_0_matmul(x: Tensor, code: Tensor, scale: Tensor, bias: Tensor | None = No
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
+    if hasattr(weight, "device_mesh"):
+        return False  # cut over processes: DTensor knows what to do
     if not (x.is_cpu and 0 < x.numel() <= FEW * x.shape[-1]):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

@@ -149,7 +149,9 @@ def from_pivot(total, level, c, WIDTH: tl.constexpr):
     half = tl.where(level == MIDDLE, 0, level)
     of_level = (i >> (half + 1) << (half + 1)) + ((i * 0 + 1) << half) - 1
     pivot = tl.where(level == MIDDLE, (i >> 5 << 5) + 16, of_level)
-    return (tl.load(total + (i[:, None] * WIDTH + c[None, :])) - tl.load(total + (pivot[:, None] * WIDTH + c[None, :]))).to(tl.float32)
+    return (tl.load(total + (i[:, None] * WIDTH + c[None, :])) - tl.load(total + (pivot[:, None] * WIDTH + c[None, :]))).to(
+        tl.float32
+    )
 
 
 @triton.jit

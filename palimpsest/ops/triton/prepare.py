@@ -95,8 +95,8 @@ def prepare_vector(
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
     NORM: tl.constexpr, LOGIT: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head with a gate per key channel, `total` as `gates.running_sums` leaves it. Strides are from token
-    to token; `rows` [slots,HV,3,64] gets beta and what q and k are divided by."""
+    """One chunk of one value head with a gate per key channel, `total` as `gates.running_sums` leaves it. Strides go from one
+    token to the next; `rows` [slots,HV,3,64] gets beta and what q and k are divided by."""
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
