@@ -25,11 +25,17 @@ GROUPS = {
         f"{kernel} {tile}": lambda b, kernel=kernel, tile=tile: b.tiles(kernel, "kda", BIG, tile)
         for kernel, tile in (
             ("prepare", {"BK": 32}),
-            ("chunk_back", {"BK": 64}),
-            ("chunk_back", {"num_warps": 4}),
+            ("prepare", {"BK": 32, "maxnreg": 128}),
+            ("prepare", {"num_warps": 8}),
+            ("chunk_back", {"BK": 64, "num_warps": 8}),
+            ("chunk_back", {"BV": 32}),
+            ("chunk_back", {"BV": 128}),
             ("chunk_back", {"maxnreg": 128}),
-            ("pairs_back", {"BV": 32}),
+            ("chunk_back", {"maxnreg": 168}),
+            ("running_sums", {"num_warps": 1}),
+            ("running_sums", {"num_warps": 4}),
             ("solve", {"maxnreg": 168}),
+            ("solve", {"maxnreg": 128}),
         )
     },
     **{

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 import time
@@ -56,10 +57,13 @@ def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     if not runs or not benchmark_gpu.available():
         raise InputError(f"benchmark gpu: cannot run here: {reason if not runs else 'there is no CUDA device'}")
     say = partial(print, flush=True)
-    rows = benchmark_gpu.all_tables(say)
-    if peers:
-        rows += benchmark_gpu.report(peers_gpu.tables(), say)
-    write_json(out, {**_about(), "device": benchmark_gpu.device(), "rows": rows})
+    rows: list[dict[str, Any]] = []
+    try:
+        for row in itertools.chain(benchmark_gpu.all_tables(), peers_gpu.tables() if peers else ()):
+            rows.append(row)
+            say(benchmark_gpu.line(row))
+    finally:  # what was measured before Ctrl-C is kept
+        write_json(out, {**_about(), "device": benchmark_gpu.device(), "rows": rows})
 
 
 @benchmark.command

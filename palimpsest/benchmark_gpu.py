@@ -357,7 +357,8 @@ def device() -> dict[str, Any]:
     return {"name": facts.name, "memory_bytes": facts.total_memory, "copy_bytes_per_s": copy_rate()}
 
 
-def all_tables(say: Say) -> list[Row]:
-    """Every table of `palimpsest benchmark gpu`."""
+def all_tables() -> Iterator[Row]:
+    """Every row of `palimpsest benchmark gpu`."""
     checks = (accuracy(), company(), *(gradients(op) for op in ("kda", "gated_delta_rule", "delta_rule", "linear_attention")))
-    return [row for table in (*checks, forward(), training(), decode()) for row in report(table, say)]
+    for table in (forward(), training(), decode(), *checks):
+        yield from table

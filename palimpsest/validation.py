@@ -61,6 +61,8 @@ def validate(calibration: dict[str, Any], where: torch.device, runs: tuple[Run, 
         for run in (each for each in runs if each.preset == preset):
             with working_on(where):
                 measured = median_seconds(_work(model, run), repeats)
+            if where.type == "cuda":
+                torch.cuda.empty_cache()  # libraries take their own memory, and what the last run held is not free to them
             predicted = predict(model.config, run, device, dtype)
             rows.append({**run._asdict(), "predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1})
     median = statistics.median(abs(row["error"]) for row in rows)

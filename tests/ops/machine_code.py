@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.int32: "*i32", torch.float64: "*fp64"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 WRITES = ("U", "R2UR", "S2UR", "CS2UR", "VOTEU", "REDUX", "LDCU")
 

@@ -21,7 +21,17 @@ def launches(op: str, key_dim: int, value_dim: int, heads: int, dtype: torch.dty
 
     found: list[Any] = []
     for module in (launch, autograd):
-        for name in ("prepare_vector", "prepare_scalar", "solve", "scan", "step", "scan_back", "pairs_back", "chunk_back"):
+        for name in (
+            "running_sums",
+            "prepare_vector",
+            "prepare_scalar",
+            "solve",
+            "scan",
+            "step",
+            "scan_back",
+            "pairs_back",
+            "chunk_back",
+        ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))
     q, v = torch.empty(1, 128, heads, key_dim, dtype=dtype), torch.empty(1, 128, heads, value_dim, dtype=dtype)
@@ -41,7 +51,7 @@ def test_half_precision(op: str, heads: int, monkeypatch: pytest.MonkeyPatch) ->
     check(launches(op, 128, 128, heads, torch.bfloat16, monkeypatch))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 64), (96, 64), (128, 32), (256, 32), (256, 256)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 32), (64, 64), (96, 64), (128, 32), (256, 32), (256, 256)])
 def test_other_sizes(key_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(launches("kda", key_dim, value_dim, 256, torch.bfloat16, monkeypatch))
 

@@ -312,18 +312,18 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
     if kernel == "prepare":
         return {"BK": min(64 if given.half else 32, given.padded), "num_warps": 4, "num_stages": 1}
     if kernel == "running_sums":
-        return {"num_warps": max(1, min(4, given.padded // 64)) if given.vector else 1, "num_stages": 1}
+        return {"num_warps": 1, "num_stages": 1}
     if kernel == "fold":
         return {"BV": 16, "num_warps": 4, "num_stages": 1}
     if kernel == "solve":
-        return {"num_warps": 4, "num_stages": 1}
+        return {"num_warps": 4, "num_stages": 1, "maxnreg": 168}
     value_dim = _power(given.v.shape[3])
     if kernel == "step":
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
     if kernel == "pairs_back":
         return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
     if kernel == "chunk_back":
-        return {"BK": min(32, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 4, "num_stages": 1}
+        return {"BK": min(64, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
     if not given.half:
         return {"BV": max(16, min(32, value_dim)), "num_warps": 8, "num_stages": 1}
     # Tiles of 32 channels without prefetching meet a fault of ptxas 12.8: it uses an address before it is there.
