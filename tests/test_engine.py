@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch
 
 import palimpsest as pal
 from palimpsest.config import InputError
-from palimpsest.engine import Engine, Piece, Request, Worker
+from palimpsest.engine import DraftModel, Engine, Piece, Request, Worker
 from palimpsest.engine.batches import Cost, grouped
-from palimpsest.engine.drafts import PromptLookup
+from palimpsest.engine.drafts import PromptLookup, settled
 from palimpsest.engine.prefixes import BLOCK
 from palimpsest.engine.request import Answer
 from palimpsest.engine.scheduler import HEADROOM
@@ -239,6 +241,128 @@ def test_guesses_come_from_the_text_itself() -> None:
     lookup.learn(6, 0, 15)
     assert lookup.guess([1, 2, 3, 4, 5, 9, 1, 2, 3], 8) == []
     assert lookup.guess([1, 2, 3], 8) == [] == PromptLookup(0).guess([1, 2, 3, 4, 1, 2, 3], 8)
+
+
+DRAFTS = [("smollm2-tiny", "kda-tiny"), ("kimi-k3-tiny", "gpt2-tiny"), *[(name, name) for name in ("smollm2-tiny", "kda-tiny")]]
+DRAFTS += [(HYBRID, HYBRID)]
+
+
+def drafted(preset: str, draft: str, **fields: Any) -> Engine:
+    """A draft of one kind with the model has nearly its weights and often agrees; another is of two layers and hardly does."""
+    guesser = make(draft, num_hidden_layers=2, mixers=make(draft).config.mixers[:2], mlps=make(draft).config.mlps[:2])
+    if preset == draft:
+        guesser = copy.deepcopy(make(draft))
+        with torch.no_grad():
+            for parameter in guesser.parameters():
+                parameter += 0.002 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return engine(preset, guess_tokens=4, draft=DraftModel(guesser, TOKENIZER), **fields)
+
+
+@pytest.mark.parametrize(("preset", "draft"), DRAFTS)
+def test_a_draft_model_changes_no_answer(preset: str, draft: str) -> None:
+    """R048: greedy and sampled answers are those without a draft, token by token, in mixed batches, remembered or not; also
+    where the draft's reading lags behind the answer's."""
+    requests = [request(p, c) for p, c in zip(*mixture(), strict=True)]
+    server = drafted(preset, draft, cache_bytes=1 << 26, read_tokens=150)
+    assert found(ask(server, *requests)) == alone(preset)
+    assert found(ask(server, *reversed(requests))) == alone(preset)[::-1]
+    assert server.counts["guessed_tokens"] > server.counts["right_tokens"] >= (15 if preset == draft else 0)
+    assert server.idle and server.held_bytes() == 0
+
+
+@pytest.mark.parametrize("draft", ["smollm2-tiny", "kda-tiny"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_that_is_the_model_is_always_right(draft: str, temperature: float) -> None:
+    """Also when it samples: it draws with the answer's own random numbers. Its state is taken back to the last token that
+    came true, or the guesses after that would be wrong."""
+    config = sampling(max_new_tokens=41, temperature=temperature, seed=5, top_p=0.95)
+    requests = [request(TEXT[n : n + 40 + n], config) for n in range(20)]
+    plain = found(ask(engine(draft), *requests))
+    long = [n for n, (_, reason) in enumerate(plain) if reason == "length"][:3]
+    requests, plain = [requests[n] for n in long], [plain[n] for n in long]
+    server = engine(draft, guess_tokens=4, draft=DraftModel(make(draft), TOKENIZER))
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    rounds = 0
+    while server.step():
+        rounds += 1
+    assert found([ticket.answers[0] for ticket in tickets]) == plain
+    assert server.counts["right_tokens"] == server.counts["guessed_tokens"] == 3 * 32
+    assert rounds == 1 + 8
+
+
+@pytest.mark.parametrize("draft", ["kda-tiny", "smollm2-tiny"])
+def test_a_draft_goes_back_to_the_last_guess_that_came_true(draft: str) -> None:
+    """Of the states on the way each row gets the one that it asks for."""
+    model = make(draft)
+    ids = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        states = [model(ids[:, :8]).state]
+        for n in range(8, 12):
+            states.append(model(ids[:, n : n + 1], states[-1]).state)
+        state = settled(states, [8, 10, 40])
+        assert state.lengths == (8, 10, 12)
+        following = model(torch.tensor([[7], [7], [7]]), state).logits
+        for row, length in enumerate((8, 10, 12)):
+            whole = torch.cat([ids[row, :length], torch.tensor([7])]).unsqueeze(0)
+            torch.testing.assert_close(following[row, 0], model(whole).logits[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_sampling_with_a_draft_keeps_the_distribution() -> None:
+    """Pairs of tokens over many seeds against the model's own probabilities, by a chi-square test."""
+    top, answers = 4, 1600
+    config = sampling(max_new_tokens=2 + 1, temperature=1.3, top_k=top, seed=1000)
+    model = make("smollm2-tiny")
+    prompt = torch.tensor([TOKENIZER.encode("To be")])
+
+    def likeliest(ids: torch.Tensor) -> dict[int, float]:
+        with torch.no_grad():
+            best = model(ids).logits[0, -1, :257].double().topk(top)
+        return dict(zip(best.indices.tolist(), torch.softmax(best.values / 1.3, 0).tolist(), strict=True))
+
+    expected = {}
+    for first, share in likeliest(prompt).items():
+        for second, of_it in likeliest(torch.cat([prompt, torch.tensor([[first]])], 1)).items():
+            expected[first, second] = share * of_it
+    server = drafted("smollm2-tiny", "smollm2-tiny")
+    drawn: Counter[tuple[int, ...]] = Counter()
+    for start in range(0, answers, 64):
+        many = request("To be", config.replace(seed=1000 + start), n=64)
+        drawn.update(tuple(answer.row.token_ids[:2]) for answer in server.run([many])[0])
+    assert 0 < server.counts["right_tokens"] < server.counts["guessed_tokens"]
+    assert drawn.keys() <= expected.keys()
+    total = drawn.total()
+    square = sum((drawn[pair] - total * share) ** 2 / (total * share) for pair, share in expected.items())
+    assert square < 37.7  # of 15 degrees of freedom; one in a thousand lies beyond
+
+
+def test_a_draft_in_little_memory() -> None:
+    """Its states count in the budget; an answer that gave way is read again by both."""
+    config = sampling(max_new_tokens=110, temperature=0.5)
+    requests = [request(TEXT[n : n + 20], config.replace(seed=n), logit_bias={256: -100.0}) for n in range(6)]
+    cost = Cost(make("smollm2-tiny"), make("smollm2-tiny"), 4)
+    server = drafted("smollm2-tiny", "smollm2-tiny", memory_bytes=cost.of([20 + HEADROOM] * 4))
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    while server.step():
+        assert 0 <= server.held_bytes() <= server.memory_bytes
+    assert found([ticket.answers[0] for ticket in tickets]) == found(ask(engine("smollm2-tiny"), *requests))
+    assert server.counts["preempted"] > 0 < server.counts["right_tokens"]
+
+
+def test_a_draft_of_another_vocabulary_or_a_damaged_one() -> None:
+    other = Tokenizer.train(["a b a b"], 258)
+    with pytest.raises(InputError, match="draft: its tokenizer is another one"):
+        Engine(make("kda-tiny"), TOKENIZER, draft=DraftModel(make("kda-tiny"), other))
+    damaged = copy.deepcopy(make("kda-tiny"))
+    with torch.no_grad():
+        damaged.embed_tokens.weight[:] = float("nan")
+    server = engine("kda-tiny", guess_tokens=4, draft=DraftModel(damaged, TOKENIZER))
+    prompt = request(TEXT[:40])
+    assert found(ask(server, prompt)) == found(ask(engine("kda-tiny"), prompt))
+    # Where the draft's positions end it guesses no more.
+    short = DraftModel(make("smollm2-tiny", max_position_embeddings=50), TOKENIZER)
+    server = engine("smollm2-tiny", guess_tokens=4, draft=short)
+    assert found(ask(server, prompt)) == found(ask(engine("smollm2-tiny"), prompt))
+    assert server.counts["guessed_tokens"] <= 10
 
 
 # Failing, leaving, refusing

@@ -142,7 +142,7 @@ class Service:
             "tokens": tokens,
             "prompt_tokens": len(ticket.request.prompt),
             "cached_tokens": ticket.cached_tokens,
-            "kv_bytes": tokens * self.engine.cost.bytes_per_token,
+            "kv_bytes": tokens * empty.bytes_per_token(),
             "recurrent_bytes": empty.num_bytes("recurrent"),
             "conv_bytes": empty.num_bytes("conv"),
             "layers": [{"mixer": mixer, **gauge} for mixer, gauge in zip(mixers, gauges, strict=True)],
