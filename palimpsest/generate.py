@@ -24,7 +24,7 @@ class Completion(str):
     """The text that followed a prompt; a `str` with what it was made of.
 
     `token_ids` are the drawn tokens without the end token; with a stop text they include the tokens that spelled it.
-    `finish_reason` is "stop" (end token or stop text) or "length" (`max_new_tokens`, or the position table is full).
+    `finish_reason` is "stop" (an end token or stop text) or "length" (`max_new_tokens`, or the position table is full).
     """
 
     token_ids: tuple[int, ...]
@@ -77,7 +77,7 @@ class Row:
     """One sequence while it is drawn: its tokens, its randomness, and the text that is held back."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, prompt_ids: list[int], config: SamplingConfig) -> None:
-        self.end_id = tokenizer.eos_id
+        self.end_ids = tokenizer.end_ids
         self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
         self.decoded = 0  # characters of the tokens so far, shown or held back
@@ -97,7 +97,7 @@ class Row:
 
     def take(self, token: int) -> str:
         """Adds a drawn token; returns the text that may now be shown."""
-        if token == self.end_id:
+        if token in self.end_ids:
             return self.finish("stop")
         self.token_ids.append(token)
         text = self._decoder.push(token)

@@ -26,7 +26,7 @@ def message_ids(
 
 
 def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What ends an answer beside the end token: without a template, the model writing the user's next line."""
+    """What ends an answer beside the tokens that do (ends.py): without a template, the model writing the user's next line."""
     return () if chat.can_encode(tokenizer) else ("\nUser:",)
 
 

@@ -83,10 +83,10 @@ def first_tokens(model: Model, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def request(model: Model, tokenizer: Tokenizer, tokens: int, drawn: int, seed: int) -> Request:
-    """Random tokens; the end token is never drawn, so that every answer has its full length."""
+    """Random tokens; an end token is never drawn, so that every answer has its full length."""
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(min(256, tokenizer.vocab_size), (tokens,), generator=generator).tolist()
-    bias = {} if tokenizer.eos_id is None else {tokenizer.eos_id: -1e9}
+    bias = dict.fromkeys(tokenizer.end_ids, -1e9)
     return Request(tuple(prompt), SamplingConfig(max_new_tokens=drawn, temperature=0.0), logit_bias=bias)
 
 

@@ -135,7 +135,7 @@ class DraftModel:
                 token = draw(logits[: answer.row.vocab_size], answer.request.sampling, chances[row])
             except InputError:  # a damaged draft is no reason for an answer to fail
                 continue
-            if token != answer.row.end_id:
+            if token not in answer.row.end_ids:
                 guesses[row].append(token)
                 going.append(row)
         return going
