@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from palimpsest.calls import reader
 from palimpsest.config import InputError, SamplingConfig
 from palimpsest.generate import Row, draw
 from palimpsest.messages import message_ids, stop_texts
@@ -64,12 +65,18 @@ class Conversation:
         self.messages = messages
         answer = {"role": "assistant", "content": ""}
         self.messages.append(answer)
+        words = reader(self.tokenizer, tools=False)
         while row.finish_reason is None:
             token = draw(self.model.logits(hidden).cpu()[: row.vocab_size], config, row.generator)
-            piece = row.take(token)
-            answer["content"] += piece
-            if piece:
-                yield piece
+            said = [words.push(row.take(token))]
+            if row.finish_reason is not None:
+                said.append(words.finish())
+            for each in said:
+                answer["content"] += each.content
+                if each.thought:
+                    answer["reasoning_content"] = answer.get("reasoning_content", "") + each.thought
+                if piece := each.thought + each.content:
+                    yield piece
             if row.finish_reason is None:
                 hidden, self.state = self._read([token], self.state)
                 self.ids = [*ids, *row.token_ids]

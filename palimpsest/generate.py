@@ -138,7 +138,7 @@ class StopText:
             self.found = True
             shown, self._held = self._held[: min(ends)[1]], ""
             return shown
-        hold = max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        hold = max((overlap(self._held, stop) for stop in self.stops), default=0)
         shown, self._held = self._held[: len(self._held) - hold], self._held[len(self._held) - hold :]
         return shown
 
@@ -148,7 +148,7 @@ class StopText:
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest ending of `text` that begins `stop` without completing it."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
