@@ -17,6 +17,8 @@ from palimpsest.config import InputError, SamplingConfig
 from palimpsest.model import Model
 from palimpsest.tokenizer import Tokenizer
 
+LIKELIEST = 1024  # tokens that are sorted first for top_p
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -210,13 +212,31 @@ def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> 
     weights = ((logits.double() - best) / config.temperature).exp()
     order = None
     if config.top_k or config.top_p < 1:
-        weights, order = weights.sort(descending=True, stable=True)
-        if config.top_k:
-            weights = weights[: config.top_k]
-        below = weights.cumsum(0) - weights
-        # Keeps a token while those before it have not reached top_p: the first always, and the one that reaches it.
-        weights = weights[below < config.top_p * weights.sum()]
+        weights, order = _likeliest(weights, config.top_k, config.top_p)
     mass = weights.cumsum(0)
     point = torch.rand((), dtype=torch.float64, generator=generator) * mass[-1]
     chosen = min(int(torch.searchsorted(mass, point, right=True)), int(weights.nonzero()[-1]))
     return chosen if order is None else int(order[chosen])
+
+
+def _likeliest(weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The weights that `top_k` and `top_p` leave of weights [vocab], greatest first, equal ones by token; and their tokens.
+
+    They are the beginning of a stable sort of all, of which mostly a short part is needed: that of some greatest weights,
+    and of all that equal the least of them. Where these do not hold `top_p` of the mass, all are sorted.
+    """
+    most = min(top_k or LIKELIEST, len(weights))
+    least = weights.topk(most, sorted=False).values.min()
+    tokens = (weights >= least).nonzero().squeeze(1)
+    first, order = weights[tokens].sort(descending=True, stable=True)
+    order = tokens[order]
+    if top_k:
+        first, order = first[:top_k], order[:top_k]
+    total = first.sum() if top_k else weights.sum()
+    mass = first.cumsum(0)
+    if not top_k and mass[-1] < top_p * total:
+        first, order = weights.sort(descending=True, stable=True)
+        mass = first.cumsum(0)
+    # Keeps a token while those before it have not reached top_p: the first always, and the one that reaches it.
+    kept = 1 + int((mass[:-1] < top_p * total).sum())
+    return first[:kept], order[:kept]
