@@ -31,6 +31,7 @@ def serve(
     api_key: Annotated[str | None, Parameter(env_var=KEY_VARIABLE)] = None,
     memory: str | None = None,
     prefix_memory: str = "1GB",
+    prefix_disk: str = "0",
     context: int | None = None,
     running: int = 64,
     queued: int = 256,
@@ -56,6 +57,8 @@ def serve(
         What running requests may hold, such as 4GB; by default half of what is free.
     prefix_memory
         What remembered beginnings of prompts may hold; 0 turns them off.
+    prefix_disk
+        What they may hold on disk when memory is full, in the system's temporary folder; 0 forgets them instead.
     context
         The most tokens of a prompt and its answer together; by default what the model and the memory allow.
     running
@@ -71,7 +74,7 @@ def serve(
         Where the model runs, such as cpu or cuda.
     """
     budget = None if memory is None else _bytes("--memory", memory)
-    cache = _bytes("--prefix-memory", prefix_memory)
+    cache, disk = _bytes("--prefix-memory", prefix_memory), _bytes("--prefix-disk", prefix_disk)
     guesses = (0 if draft is None else DRAFT_GUESSES) if guesses is None else guesses
     least_guesses = 0 if draft is None else 1
     for flag, value, least in (("--running", running, 1), ("--queued", queued, 1), ("--guesses", guesses, least_guesses)):
@@ -93,7 +96,17 @@ def serve(
     with _listen(host, port) as listener:
         model, tokenizer = open_model(folder, device)
         guesser = None if draft is None else DraftModel(*open_model(draft, device))
-        engine = Engine(model, tokenizer, budget, cache, context, most_running=running, guess_tokens=guesses, draft=guesser)
+        engine = Engine(
+            model,
+            tokenizer,
+            budget,
+            cache,
+            context,
+            most_running=running,
+            guess_tokens=guesses,
+            draft=guesser,
+            disk_bytes=disk,
+        )
         local = host in ("127.0.0.1", "localhost", "::1")
         settings = Settings(name or folder.resolve().name, api_key, queued, local_only=local)
         config = uvicorn.Config(

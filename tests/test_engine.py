@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -191,6 +192,82 @@ def test_what_came_from_the_cache_is_not_written_to() -> None:
     server = engine("smollm2-tiny", cache_bytes=1 << 26)
     results = [found(ask(server, request(TEXT[:700], sampling(max_new_tokens=40)))) for _ in range(3)]
     assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("preset", ["smollm2-tiny", "kimi-k3-tiny"])
+def test_what_leaves_memory_comes_back_from_disk(preset: str) -> None:
+    """Seven long prompts in memory for one or two: each is remembered to its end, and answers are as without any memory."""
+    prompts = [f"{n} {TEXT[: 2 * BLOCK + 10 * n]}" for n in range(7)]
+    expected = found(ask(engine(preset), *[request(p) for p in prompts]))
+    one = engine(preset, cache_bytes=1 << 30)
+    ask(one, request(prompts[-1]))
+    budget = one.prefixes.num_bytes * 3 // 2
+    server = engine(preset, cache_bytes=budget, disk_bytes=1 << 30)
+    disk = server.prefixes.disk
+    for turn in range(2):
+        for prompt, right in zip(prompts, expected, strict=True):
+            (answer,) = ask(server, request(prompt))
+            assert found([answer]) == [right]
+            assert turn == 0 or answer.ticket.cached_tokens == len(prompt)
+            assert server.prefixes.num_bytes <= budget
+    assert disk.num_bytes > 2 * budget and disk._folder is not None
+    folder = disk._folder
+    assert sum(path.stat().st_size for path in folder.iterdir()) == disk.num_bytes and folder.stat().st_mode & 0o777 == 0o700
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
+    held, spilled = server.prefixes._order, server.prefixes._spilled
+    assert all(node.memory is not None and node.file is None for node in held)
+    assert all(node.memory is None and node.hidden is None and node.file is not None for node in spilled)
+    assert sum(node.num_bytes for node in held) == server.prefixes.num_bytes and len(server.prefixes) == len(held) + len(
+        spilled
+    )
+    del server, disk, held, spilled
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_the_disk_has_a_budget_too() -> None:
+    prompts = [f"{n} {TEXT[:600]}" for n in range(12)]
+    expected = found(ask(engine(HYBRID), *[request(p) for p in prompts]))
+    server = engine(HYBRID, cache_bytes=250_000, disk_bytes=700_000)
+    for prompt, right in zip(prompts * 2, expected * 2, strict=True):
+        assert found(ask(server, request(prompt))) == [right]
+        assert server.prefixes.num_bytes <= 250_000 and server.prefixes.disk.num_bytes <= 700_000
+    assert server.prefixes.disk.num_bytes > 350_000
+    cached = [ask(server, request(prompt))[0].ticket.cached_tokens for prompt in (*reversed(prompts[-3:]), prompts[0])]
+    assert cached[:2] == [len(prompts[-1])] * 2 and cached[3] == 0
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "others"])
+def test_a_damaged_file_is_forgotten_with_what_goes_on_from_it(damage: str) -> None:
+    prompt = TEXT[: 3 * BLOCK + 5]
+    expected = found(ask(engine(HYBRID), request(prompt)))
+    server = engine(HYBRID, cache_bytes=1 << 26, disk_bytes=1 << 26)
+    ask(server, request(prompt))
+    server.prefixes.budget_bytes = 0  # everything leaves
+    server.prefixes._shrink()
+    server.prefixes.budget_bytes = 1 << 26
+    node = next(node for node in server.prefixes._spilled if node.end == 2 * BLOCK)
+    other = next(node for node in server.prefixes._spilled if node.end > 3 * BLOCK)
+    assert node.file is not None and other.file is not None
+    if damage == "gone":
+        node.file.unlink()
+    else:
+        node.file.write_bytes(node.file.read_bytes()[:-9] if damage == "cut" else other.file.read_bytes())
+    (answer,) = ask(server, request(prompt))
+    assert found([answer]) == expected and answer.ticket.cached_tokens == BLOCK
+    (again,) = ask(server, request(prompt))
+    assert found([again]) == expected and again.ticket.cached_tokens == len(prompt)
+
+
+def test_a_disk_that_takes_nothing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("palimpsest.engine.spill.save_file", full)
+    server = engine(HYBRID, cache_bytes=250_000, disk_bytes=1 << 26)
+    prompts = [f"{n} {TEXT[:600]}" for n in range(4)]
+    assert found(ask(server, *[request(p) for p in prompts])) == found(ask(engine(HYBRID), *[request(p) for p in prompts]))
+    assert server.prefixes.disk.num_bytes == 0 and len(server.prefixes) > 0
 
 
 # Guesses

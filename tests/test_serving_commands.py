@@ -61,6 +61,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
             ("--memory", "much"): "--memory is 'much'; it must be a size",
             ("--memory", "1kB"): "memory: 1000 bytes",
             ("--prefix-memory", "-1"): "--prefix-memory is '-1'",
+            ("--prefix-disk", "much"): "--prefix-disk is 'much'",
             ("--running", "0"): "--running is 0; it must be at least 1",
             ("--guesses", "-1"): "--guesses is -1",
             ("--draft", str(folder), "--guesses", "0"): "--guesses is 0; it must be at least 1",

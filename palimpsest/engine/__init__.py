@@ -2,6 +2,7 @@
 
     request.py     what is asked for, and an answer while it is drawn
     prefixes.py    memories of beginnings, so that they are read once
+    spill.py       those that had to leave memory, in files
     passes.py      one pass of a model over new tokens of several sequences
     drafts.py      guesses at what comes next, from the text or a smaller model, checked several at a time
     batches.py     answers that are drawn together, and what their memory costs

@@ -32,9 +32,9 @@ class Engine:
 
     One thread calls `step`; `submit` and `cancel` may be called from any. `memory_bytes` bounds what running sequences
     hold, spare room included; while sequences move between batches there is a second copy of some. `cache_bytes` bounds
-    remembered beginnings. `read_tokens` are read per round beside the drawing, so that a long prompt does not hold up the
-    others for long. `guess_tokens` above 0 turns on guesses (drafts.py), at most so many at a time, from the text itself or
-    from `draft`.
+    remembered beginnings in memory, `disk_bytes` those that had to leave it. `read_tokens` are read per round beside the
+    drawing, so that a long prompt does not hold up the others for long. `guess_tokens` above 0 turns on guesses (drafts.py),
+    at most so many at a time, from the text itself or from `draft`.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class Engine:
         most_running: int = 64,
         guess_tokens: int = 0,
         draft: DraftModel | None = None,
+        disk_bytes: int = 0,
     ) -> None:
         self.model, self.tokenizer, self.draft = model.eval(), tokenizer, draft
         if draft is not None:
@@ -55,10 +56,11 @@ class Engine:
         self.device = model.embed_tokens.weight.device
         self.memory_bytes = free_bytes(self.device) // 2 if memory_bytes is None else memory_bytes
         self.cost = Cost(model, None if draft is None else draft.model, guess_tokens)
-        self._recurrent = model.new_state(1).num_bytes() > 0
+        empty = model.new_state(1)
+        self._recurrent = empty.num_bytes() > 0
         self.context_tokens = self._context(context_tokens)
         self.read_tokens, self.most_running, self.guess_tokens = read_tokens, most_running, guess_tokens
-        self.prefixes = PrefixCache(cache_bytes)
+        self.prefixes = PrefixCache(cache_bytes, empty, disk_bytes)
         self.inbox: deque[Ticket] = deque()
         self.waiting: deque[Reading] = deque()
         self.reading: list[Reading] = []
@@ -228,9 +230,8 @@ class Engine:
 
     def _recall(self, reading: Reading) -> None:
         """Starts a reading where the longest remembered beginning ends."""
-        node = self.prefixes.find(reading.ids)
-        reading.node, reading.done, reading.hidden = node, node.end, node.hidden
-        reading.state = self.prefixes.state(node)
+        node, reading.state, reading.hidden = self.prefixes.recall(reading.ids)
+        reading.node, reading.done = node, node.end
         if reading.answers[0].row.token_ids:
             return  # a text that gave way is no prompt
         reading.ticket.cached_tokens = node.end
