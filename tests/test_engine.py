@@ -465,6 +465,21 @@ def test_a_request_that_turns_nan_fails_alone(preset: str) -> None:
     assert found(ask(server, start)) == found(ask(Engine(model, TOKENIZER, 1 << 30), start))
 
 
+def test_damage_that_has_passed_is_not_remembered() -> None:
+    """A prompt read while something was wrong is read again when it is asked again."""
+    model = copy.deepcopy(make(HYBRID))
+    server = Engine(model, TOKENIZER, 1 << 30, cache_bytes=1 << 26)
+    prompt = request(TEXT[: BLOCK + 20])
+    whole = model.embed_tokens.weight.clone()
+    with torch.no_grad():
+        model.embed_tokens.weight[:] = float("nan")
+        (bad,) = ask(server, prompt)
+        model.embed_tokens.weight[:] = whole
+    (good,) = ask(server, prompt)
+    assert bad.reason == "failed" and good.ticket.cached_tokens == 0
+    assert found([good]) == found(ask(engine(HYBRID), prompt))
+
+
 @pytest.mark.parametrize("preset", ["smollm2-tiny", "kimi-k3-tiny"])
 def test_leaving_frees_memory_and_disturbs_nobody(preset: str) -> None:
     """R104: sixteen requests in room for four, every third cancelled at some time; the others are as alone."""
