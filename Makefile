@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 SETUP := pyproject.toml constraints.txt palimpsest/__init__.py
 
-.PHONY: help demo test check oracle kernels agreement sabotage lint format clean
+.PHONY: help demo test check oracle kernels agreement figures sabotage lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make oracle  compare with engines outside, in an environment of their own (.venv-oracle)"
 	@echo "make kernels the GPU kernels' arithmetic, in triton's interpreter, in an environment of its own (.venv-kernels)"
 	@echo "make agreement  measure the differences to all oracles and write them into README.md"
+	@echo "make figures  put the recorded runs of \`benchmark serve\` into docs/serving.md"
 	@echo "make sabotage  break the code on purpose, one fault at a time, and see that the tests notice each"
 	@echo "make format  rewrite the code to the project's format"
 	@echo "make clean   remove .venv and caches; runs/ stays"
@@ -65,6 +66,9 @@ kernels: .venv-kernels/.installed
 	@echo "installing triton"
 	@.venv-kernels/bin/python -m pip install --quiet --disable-pip-version-check -r tests/ops/kernels.txt
 	@touch $@
+
+figures: .venv/.dev-installed
+	$(BIN)/python benchmarks/serving_figures.py
 
 sabotage: .venv/.dev-installed
 	$(BIN)/python tests/sabotage/sabotage.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import shlex
 import sys
@@ -184,7 +185,8 @@ def offload(
 
 @benchmark.command
 def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, clients: int = 64) -> None:
-    """Measure serving: many requests at a time, remembered prompts, and a server under good and bad clients. Eight minutes.
+    """Measure serving: many requests at a time, beside llama.cpp where it is installed, remembered prompts, and a server under
+    good and bad clients. Twelve minutes.
 
     Parameters
     ----------
@@ -209,7 +211,7 @@ def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, client
         print(line, flush=True)
 
     keep_memory()
-    result: dict[str, Any] = {"rates": {}}
+    result: dict[str, Any] = {"rates": {}, "llama_cpp": {}}
     chosen: list[tuple[str, Any]] = [("kimi-linear-65m", serving_rates.preset("kimi-linear-65m"))]
     if model is not None:
         found, tokenizer = published.load(model)
@@ -219,7 +221,12 @@ def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, client
     for name, (built, tokenizer) in chosen:
         tell(name)
         result["rates"][name] = serving_rates.measure(built, tokenizer, serving_rates.CONCURRENT, tell)
-    if soak_s:
+        result["llama_cpp"][name] = serving_rates.beside_llama_cpp(built, tokenizer, tell)
+    missing = [name for name in ("fastapi", "uvicorn", "openai") if importlib.util.find_spec(name) is None]
+    if soak_s and missing:
+        result["soak"] = {"skipped": f"the package {missing[0]} is missing; install palimpsest-lm[serve]"}
+        tell(f"clients left out: {result['soak']['skipped']}")
+    elif soak_s:
         built, tokenizer = serving_rates.preset("kimi-k3-tiny", vocab_size=257, initializer_range=0.2)
         with tempfile.TemporaryDirectory() as folder:
             published.save(built, Path(folder) / "tiny", tokenizer)

@@ -27,7 +27,12 @@ GUARD = "\ue0ff"  # private use; stands inside what spells a special token while
 
 def can_encode(tokenizer: Tokenizer) -> bool:
     """Whether a tokenizer says how a conversation looks."""
-    return _template_text(tokenizer, None) is not None or xtml.is_xtml(tokenizer)
+    return has_template(tokenizer) or xtml.is_xtml(tokenizer)
+
+
+def has_template(tokenizer: Tokenizer) -> bool:
+    """Whether it says so by a template, which then counts before Kimi K3's markers."""
+    return _template_text(tokenizer, None) is not None
 
 
 def encode(

@@ -19,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from palimpsest.calls import reader
 from palimpsest.config import InputError, SamplingConfig
 from palimpsest.generate import Row, draw
 from palimpsest.messages import message_ids, stop_texts
 from palimpsest.model import Model
-from palimpsest.state import KeyValue, LayerState, Recurrent, Rows, State
+from palimpsest.state import State
+from palimpsest.state_file import filled, named
 from palimpsest.tokenizer import Tokenizer
 
 FORMAT = "palimpsest-memory-1"
@@ -64,12 +66,18 @@ class Conversation:
         self.messages = messages
         answer = {"role": "assistant", "content": ""}
         self.messages.append(answer)
+        words = reader(self.tokenizer, tools=False)
         while row.finish_reason is None:
             token = draw(self.model.logits(hidden).cpu()[: row.vocab_size], config, row.generator)
-            piece = row.take(token)
-            answer["content"] += piece
-            if piece:
-                yield piece
+            said = [words.push(row.take(token))]
+            if row.finish_reason is not None:
+                said.append(words.finish())
+            for each in said:
+                answer["content"] += each.content
+                if each.thought:
+                    answer["reasoning_content"] = answer.get("reasoning_content", "") + each.thought
+                if piece := each.thought + each.content:
+                    yield piece
             if row.finish_reason is None:
                 hidden, self.state = self._read([token], self.state)
                 self.ids = [*ids, *row.token_ids]
@@ -88,14 +96,10 @@ class Conversation:
 
     def save(self, path: Path) -> int:
         """Writes the memory to a file and returns the file's size in bytes."""
-        tensors = {}
-        for index, layer in enumerate(self.state.layers):
-            for name, tensor in _tensors(layer).items():
-                tensors[f"layers.{index}.{name}"] = tensor.contiguous()
         about = {"ids": self.ids, "messages": self.messages, "model": fingerprint(self.model, self.tokenizer)}
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            save_file(tensors, temporary, {"format": FORMAT, "about": json.dumps(about)})
+            save_file(named(self.state), temporary, {"format": FORMAT, "about": json.dumps(about)})
             os.replace(temporary, path)
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: cannot be written ({error}); give another file") from None
@@ -115,16 +119,13 @@ class Conversation:
                 if about["model"] != fingerprint(self.model, self.tokenizer):
                     raise InputError(f"{path}: the memory of another model; open that one, or begin a new conversation")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            layers = [
-                _filled(empty, tensors, f"layers.{index}.", len(ids))
-                for index, empty in enumerate(self.model.new_state().layers)
-            ]
+            state = filled(self.model.new_state(), tensors, len(ids))
         except InputError:
             raise
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}: cannot be read ({error}); give a file that /save wrote") from None
         self.ids, self.messages = ids, messages
-        self.state = self.prompt_state = State(layers, (len(ids),))
+        self.state = self.prompt_state = state
 
 
 def fingerprint(model: Model, tokenizer: Tokenizer) -> str:
@@ -135,24 +136,3 @@ def fingerprint(model: Model, tokenizer: Tokenizer) -> str:
         sample = flat[:: max(1, len(flat) // 64)][:64].cpu()
         digest.update(name.encode() + (sample if sample.dtype == torch.uint8 else sample.double()).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _tensors(layer: LayerState) -> dict[str, Tensor]:
-    if isinstance(layer, Recurrent):
-        return {"matrix": layer.matrix, "conv": layer.conv}
-    return {f"rows.{number}": tensor for number, tensor in enumerate(layer.rows.tensors)}
-
-
-def _filled(empty: LayerState, tensors: dict[str, Tensor], prefix: str, tokens: int) -> LayerState:
-    """A layer's state from a file's tensors, which must have the shapes that so many tokens give."""
-    found = []
-    for name, like in _tensors(empty).items():
-        tensor, shape = tensors[prefix + name], list(like.shape)
-        if isinstance(empty, KeyValue):
-            shape[1] = tokens
-        if list(tensor.shape) != shape or tensor.dtype != like.dtype:
-            raise ValueError(f"{prefix}{name} is {tensor.dtype} {list(tensor.shape)}, not {like.dtype} {shape}")
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{prefix}{name} holds values that are not finite")
-        found.append(tensor.to(like.device))
-    return Recurrent(*found) if isinstance(empty, Recurrent) else type(empty)(Rows(tuple(found), tokens))

@@ -17,6 +17,8 @@ from palimpsest.config import InputError, SamplingConfig
 from palimpsest.model import Model
 from palimpsest.tokenizer import Tokenizer
 
+LIKELIEST = 1024  # tokens that are sorted first for top_p
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -24,7 +26,7 @@ class Completion(str):
     """The text that followed a prompt; a `str` with what it was made of.
 
     `token_ids` are the drawn tokens without the end token; with a stop text they include the tokens that spelled it.
-    `finish_reason` is "stop" (end token or stop text) or "length" (`max_new_tokens`, or the position table is full).
+    `finish_reason` is "stop" (an end token or stop text) or "length" (`max_new_tokens`, or the position table is full).
     """
 
     token_ids: tuple[int, ...]
@@ -77,7 +79,7 @@ class Row:
     """One sequence while it is drawn: its tokens, its randomness, and the text that is held back."""
 
     def __init__(self, model: Model, tokenizer: Tokenizer, prompt_ids: list[int], config: SamplingConfig) -> None:
-        self.end_id = tokenizer.eos_id
+        self.end_ids = tokenizer.end_ids
         self.prompt_ids = prompt_ids
         self.token_ids: list[int] = []
         self.decoded = 0  # characters of the tokens so far, shown or held back
@@ -97,7 +99,7 @@ class Row:
 
     def take(self, token: int) -> str:
         """Adds a drawn token; returns the text that may now be shown."""
-        if token == self.end_id:
+        if token in self.end_ids:
             return self.finish("stop")
         self.token_ids.append(token)
         text = self._decoder.push(token)
@@ -138,7 +140,7 @@ class StopText:
             self.found = True
             shown, self._held = self._held[: min(ends)[1]], ""
             return shown
-        hold = max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        hold = max((overlap(self._held, stop) for stop in self.stops), default=0)
         shown, self._held = self._held[: len(self._held) - hold], self._held[len(self._held) - hold :]
         return shown
 
@@ -148,7 +150,7 @@ class StopText:
         return shown
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest ending of `text` that begins `stop` without completing it."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
@@ -210,13 +212,31 @@ def draw(logits: Tensor, config: SamplingConfig, generator: torch.Generator) -> 
     weights = ((logits.double() - best) / config.temperature).exp()
     order = None
     if config.top_k or config.top_p < 1:
-        weights, order = weights.sort(descending=True, stable=True)
-        if config.top_k:
-            weights = weights[: config.top_k]
-        below = weights.cumsum(0) - weights
-        # Keeps a token while those before it have not reached top_p: the first always, and the one that reaches it.
-        weights = weights[below < config.top_p * weights.sum()]
+        weights, order = _likeliest(weights, config.top_k, config.top_p)
     mass = weights.cumsum(0)
     point = torch.rand((), dtype=torch.float64, generator=generator) * mass[-1]
     chosen = min(int(torch.searchsorted(mass, point, right=True)), int(weights.nonzero()[-1]))
     return chosen if order is None else int(order[chosen])
+
+
+def _likeliest(weights: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """The weights that `top_k` and `top_p` leave of weights [vocab], greatest first, equal ones by token; and their tokens.
+
+    They are the beginning of a stable sort of all, of which mostly a short part is needed: that of some greatest weights,
+    and of all that equal the least of them. Where these do not hold `top_p` of the mass, all are sorted.
+    """
+    most = min(top_k or LIKELIEST, len(weights))
+    least = weights.topk(most, sorted=False).values.min()
+    tokens = (weights >= least).nonzero().squeeze(1)
+    first, order = weights[tokens].sort(descending=True, stable=True)
+    order = tokens[order]
+    if top_k:
+        first, order = first[:top_k], order[:top_k]
+    total = first.sum() if top_k else weights.sum()
+    mass = first.cumsum(0)
+    if not top_k and mass[-1] < top_p * total:
+        first, order = weights.sort(descending=True, stable=True)
+        mass = first.cumsum(0)
+    # Keeps a token while those before it have not reached top_p: the first always, and the one that reaches it.
+    kept = 1 + int((mass[:-1] < top_p * total).sum())
+    return first[:kept], order[:kept]

@@ -11,22 +11,27 @@ from palimpsest.tokenizer import Tokenizer
 
 
 def message_ids(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool = True,
 ) -> list[int]:
     """The ids of a conversation up to where the model answers.
 
-    Messages have a role and a text as content; tools are OpenAI's. Raises InputError for tools without a template, and as
+    Messages have a role and a text as content; tools are OpenAI's. Without `thinking` the answer begins at once, where the
+    format knows thoughts. Raises InputError for tools without a template, and as
     the template does.
     """
     if chat.can_encode(tokenizer):
-        return chat.encode(tokenizer, messages, tools)
+        direct = {"enable_thinking": False} if chat.has_template(tokenizer) else {"thinking": False}
+        return chat.encode(tokenizer, messages, tools, **({} if thinking else direct))
     if tools:
         raise InputError("tools were given; this model's tokenizer has no chat template to show them with")
     return tokenizer.encode("".join(_line(message) for message in messages) + "Assistant:")
 
 
 def stop_texts(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """What ends an answer beside the end token: without a template, the model writing the user's next line."""
+    """What ends an answer beside the tokens that do (ends.py): without a template, the model writing the user's next line."""
     return () if chat.can_encode(tokenizer) else ("\nUser:",)
 
 

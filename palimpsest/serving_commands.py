@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from palimpsest.tokenizer import Tokenizer
 
 KEY_VARIABLE = "PALIMPSEST_API_KEY"
+DRAFT_GUESSES = 4  # tokens
 DRAIN_S = 15  # that running answers have to end when the server is told to
 
 
@@ -30,10 +31,12 @@ def serve(
     api_key: Annotated[str | None, Parameter(env_var=KEY_VARIABLE)] = None,
     memory: str | None = None,
     prefix_memory: str = "1GB",
+    prefix_disk: str = "0",
     context: int | None = None,
     running: int = 64,
     queued: int = 256,
-    guesses: int = 0,
+    guesses: int | None = None,
+    draft: Path | None = None,
     device: str = "cpu",
 ) -> None:
     """Answer OpenAI's interface and a chat page over HTTP until Ctrl-C.
@@ -54,6 +57,8 @@ def serve(
         What running requests may hold, such as 4GB; by default half of what is free.
     prefix_memory
         What remembered beginnings of prompts may hold; 0 turns them off.
+    prefix_disk
+        What they may hold on disk when memory is full, in the system's temporary folder; 0 forgets them instead.
     context
         The most tokens of a prompt and its answer together; by default what the model and the memory allow.
     running
@@ -61,13 +66,18 @@ def serve(
     queued
         The most requests that wait; more are sent away.
     guesses
-        The most tokens guessed from the text itself and checked at once; 0 turns guessing off. Answers stay the same.
+        The most tokens guessed from the text itself and checked at once; 0, the default, turns guessing off. Answers stay the
+        same.
+    draft
+        A smaller model with the same tokenizer that guesses instead, by default at most 4 tokens at a time.
     device
         Where the model runs, such as cpu or cuda.
     """
     budget = None if memory is None else _bytes("--memory", memory)
-    cache = _bytes("--prefix-memory", prefix_memory)
-    for flag, value, least in (("--running", running, 1), ("--queued", queued, 1), ("--guesses", guesses, 0)):
+    cache, disk = _bytes("--prefix-memory", prefix_memory), _bytes("--prefix-disk", prefix_disk)
+    guesses = (0 if draft is None else DRAFT_GUESSES) if guesses is None else guesses
+    least_guesses = 0 if draft is None else 1
+    for flag, value, least in (("--running", running, 1), ("--queued", queued, 1), ("--guesses", guesses, least_guesses)):
         if value < least:
             raise InputError(f"{flag} is {value}; it must be at least {least}")
     if api_key is not None and not api_key.strip():
@@ -79,13 +89,24 @@ def serve(
         from palimpsest.server.limits import MOST_HEADER_BYTES
     except ImportError as error:
         raise InputError(f"the package {error.name} is missing; install palimpsest-lm[serve]") from None
-    from palimpsest.engine import Engine, Worker
+    from palimpsest.engine import DraftModel, Engine, Worker
     from palimpsest.progress import keep_memory
 
     keep_memory()
     with _listen(host, port) as listener:
         model, tokenizer = open_model(folder, device)
-        engine = Engine(model, tokenizer, budget, cache, context, most_running=running, guess_tokens=guesses)
+        guesser = None if draft is None else DraftModel(*open_model(draft, device))
+        engine = Engine(
+            model,
+            tokenizer,
+            budget,
+            cache,
+            context,
+            most_running=running,
+            guess_tokens=guesses,
+            draft=guesser,
+            disk_bytes=disk,
+        )
         local = host in ("127.0.0.1", "localhost", "::1")
         settings = Settings(name or folder.resolve().name, api_key, queued, local_only=local)
         config = uvicorn.Config(

@@ -10,7 +10,6 @@ says otherwise, so that a document or a chat message cannot end itself or forge 
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 import os
@@ -20,7 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from palimpsest import ends
 from palimpsest.config import InputError
+from palimpsest.decoding import REPLACEMENT, DecodeStream
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")  # unless a config names it
 TEMPLATE = "chat_template.jinja"  # where newer folders have what older ones have in tokenizer_config.json
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}".encode()
 PIECE_CHARS = 1 << 16  # long texts are encoded in pieces of about this many characters, side by side
 # GPT-2's pre-tokenizer always starts a new word where a space or newline follows something else, and looks neither back
 # nor further ahead there: a text cut at such a place gives the same ids as the whole.
@@ -60,8 +60,8 @@ class Tokenizer:
     def from_file(cls, path: str | Path) -> Tokenizer:
         """Load a tokenizer.json, a folder that holds one, or one with GPT-2's two files under either of their names.
 
-        A tokenizer_config.json beside it names the end-of-text token. Truncation, padding and BPE dropout that the file
-        may carry are left out: they would alter text silently. Raises `InputError`.
+        A tokenizer_config.json beside it names the end-of-text token, a generation_config.json other ends. Truncation,
+        padding and BPE dropout that the file may carry are left out: they would alter text silently. Raises `InputError`.
         """
         path = Path(path)
         if path.is_dir():
@@ -75,6 +75,7 @@ class Tokenizer:
         definition = _read_json_object(path)
         config_path = path.with_name("tokenizer_config.json")
         config = _read_json_object(config_path) if config_path.is_file() else {}
+        config |= ends.beside(path)
         if (template := path.with_name(TEMPLATE)).is_file():
             config["chat_template"] = _read(template)
         return cls(definition if definition == _BYTES else canonical(definition, path), config)
@@ -183,6 +184,11 @@ class Tokenizer:
         content = [sorted(self._ids.items()), merges, self._bytes_of_ids is not None]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer: end of text, those that the folder names, and the end of a turn in a chat."""
+        return ends.of(self)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and (self.eos_id, self.definition) == (other.eos_id, other.definition)
 
@@ -253,46 +259,6 @@ class Tokenizer:
         inside = re.compile("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in forged))
         parts = self._backend.encode_batch_fast(inside.split(text), add_special_tokens=False)
         return [i for part in parts for i in part.ids]
-
-
-class DecodeStream:
-    """Ids in one at a time, whole characters out.
-
-    For byte-level tokenizers everything that `push` and the final `flush` return, joined, is `decode` of the ids, also
-    when a character is spread over several tokens and when the bytes are not valid UTF-8.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Without bytes per token: `_ids[:_shown]` were given out and stay as context (a leading space may be dropped).
-        self._ids: list[int] = []
-        self._shown = 0
-
-    def push(self, token_id: int) -> str:
-        """The characters that this id completes; often empty."""
-        table = self._tokenizer._bytes_of_ids
-        if table is not None:
-            return self._utf8.decode(table.get(int(token_id), REPLACEMENT))
-        self._ids.append(int(token_id))
-        text = self._new_text()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
-        return text
-
-    def flush(self) -> str:
-        """What is still held back, at the end of the ids: U+FFFD for a character that never became whole."""
-        if self._tokenizer._bytes_of_ids is not None:
-            return self._utf8.decode(b"", final=True)
-        text = self._new_text()
-        self._ids, self._shown = [], 0
-        return text
-
-    def _new_text(self) -> str:
-        context = self._tokenizer.decode(self._ids[: self._shown])
-        return self._tokenizer.decode(self._ids)[len(context) :]
 
 
 def byte_symbols() -> dict[int, str]:

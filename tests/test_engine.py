@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +15,9 @@ import torch
 
 import palimpsest as pal
 from palimpsest.config import InputError
-from palimpsest.engine import Engine, Piece, Request, Worker
+from palimpsest.engine import DraftModel, Engine, Piece, Request, Worker
 from palimpsest.engine.batches import Cost, grouped
-from palimpsest.engine.drafts import PromptLookup
+from palimpsest.engine.drafts import PromptLookup, settled
 from palimpsest.engine.prefixes import BLOCK
 from palimpsest.engine.request import Answer
 from palimpsest.engine.scheduler import HEADROOM
@@ -191,6 +194,82 @@ def test_what_came_from_the_cache_is_not_written_to() -> None:
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("preset", ["smollm2-tiny", "kimi-k3-tiny"])
+def test_what_leaves_memory_comes_back_from_disk(preset: str) -> None:
+    """Seven long prompts in memory for one or two: each is remembered to its end, and answers are as without any memory."""
+    prompts = [f"{n} {TEXT[: 2 * BLOCK + 10 * n]}" for n in range(7)]
+    expected = found(ask(engine(preset), *[request(p) for p in prompts]))
+    one = engine(preset, cache_bytes=1 << 30)
+    ask(one, request(prompts[-1]))
+    budget = one.prefixes.num_bytes * 3 // 2
+    server = engine(preset, cache_bytes=budget, disk_bytes=1 << 30)
+    disk = server.prefixes.disk
+    for turn in range(2):
+        for prompt, right in zip(prompts, expected, strict=True):
+            (answer,) = ask(server, request(prompt))
+            assert found([answer]) == [right]
+            assert turn == 0 or answer.ticket.cached_tokens == len(prompt)
+            assert server.prefixes.num_bytes <= budget
+    assert disk.num_bytes > 2 * budget and disk._folder is not None
+    folder = disk._folder
+    assert sum(path.stat().st_size for path in folder.iterdir()) == disk.num_bytes and folder.stat().st_mode & 0o777 == 0o700
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
+    held, spilled = server.prefixes._order, server.prefixes._spilled
+    assert all(node.memory is not None and node.file is None for node in held)
+    assert all(node.memory is None and node.hidden is None and node.file is not None for node in spilled)
+    assert sum(node.num_bytes for node in held) == server.prefixes.num_bytes and len(server.prefixes) == len(held) + len(
+        spilled
+    )
+    del server, disk, held, spilled
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_the_disk_has_a_budget_too() -> None:
+    prompts = [f"{n} {TEXT[:600]}" for n in range(12)]
+    expected = found(ask(engine(HYBRID), *[request(p) for p in prompts]))
+    server = engine(HYBRID, cache_bytes=250_000, disk_bytes=700_000)
+    for prompt, right in zip(prompts * 2, expected * 2, strict=True):
+        assert found(ask(server, request(prompt))) == [right]
+        assert server.prefixes.num_bytes <= 250_000 and server.prefixes.disk.num_bytes <= 700_000
+    assert server.prefixes.disk.num_bytes > 350_000
+    cached = [ask(server, request(prompt))[0].ticket.cached_tokens for prompt in (*reversed(prompts[-3:]), prompts[0])]
+    assert cached[:2] == [len(prompts[-1])] * 2 and cached[3] == 0
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut", "others"])
+def test_a_damaged_file_is_forgotten_with_what_goes_on_from_it(damage: str) -> None:
+    prompt = TEXT[: 3 * BLOCK + 5]
+    expected = found(ask(engine(HYBRID), request(prompt)))
+    server = engine(HYBRID, cache_bytes=1 << 26, disk_bytes=1 << 26)
+    ask(server, request(prompt))
+    server.prefixes.budget_bytes = 0  # everything leaves
+    server.prefixes._shrink()
+    server.prefixes.budget_bytes = 1 << 26
+    node = next(node for node in server.prefixes._spilled if node.end == 2 * BLOCK)
+    other = next(node for node in server.prefixes._spilled if node.end > 3 * BLOCK)
+    assert node.file is not None and other.file is not None
+    if damage == "gone":
+        node.file.unlink()
+    else:
+        node.file.write_bytes(node.file.read_bytes()[:-9] if damage == "cut" else other.file.read_bytes())
+    (answer,) = ask(server, request(prompt))
+    assert found([answer]) == expected and answer.ticket.cached_tokens == BLOCK
+    (again,) = ask(server, request(prompt))
+    assert found([again]) == expected and again.ticket.cached_tokens == len(prompt)
+
+
+def test_a_disk_that_takes_nothing_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("palimpsest.engine.spill.save_file", full)
+    server = engine(HYBRID, cache_bytes=250_000, disk_bytes=1 << 26)
+    prompts = [f"{n} {TEXT[:600]}" for n in range(4)]
+    assert found(ask(server, *[request(p) for p in prompts])) == found(ask(engine(HYBRID), *[request(p) for p in prompts]))
+    assert server.prefixes.disk.num_bytes == 0 and len(server.prefixes) > 0
+
+
 # Guesses
 
 
@@ -241,6 +320,128 @@ def test_guesses_come_from_the_text_itself() -> None:
     assert lookup.guess([1, 2, 3], 8) == [] == PromptLookup(0).guess([1, 2, 3, 4, 1, 2, 3], 8)
 
 
+DRAFTS = [("smollm2-tiny", "kda-tiny"), ("kimi-k3-tiny", "gpt2-tiny"), *[(name, name) for name in ("smollm2-tiny", "kda-tiny")]]
+DRAFTS += [(HYBRID, HYBRID)]
+
+
+def drafted(preset: str, draft: str, **fields: Any) -> Engine:
+    """A draft of one kind with the model has nearly its weights and often agrees; another is of two layers and hardly does."""
+    guesser = make(draft, num_hidden_layers=2, mixers=make(draft).config.mixers[:2], mlps=make(draft).config.mlps[:2])
+    if preset == draft:
+        guesser = copy.deepcopy(make(draft))
+        with torch.no_grad():
+            for parameter in guesser.parameters():
+                parameter += 0.002 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    return engine(preset, guess_tokens=4, draft=DraftModel(guesser, TOKENIZER), **fields)
+
+
+@pytest.mark.parametrize(("preset", "draft"), DRAFTS)
+def test_a_draft_model_changes_no_answer(preset: str, draft: str) -> None:
+    """R048: greedy and sampled answers are those without a draft, token by token, in mixed batches, remembered or not; also
+    where the draft's reading lags behind the answer's."""
+    requests = [request(p, c) for p, c in zip(*mixture(), strict=True)]
+    server = drafted(preset, draft, cache_bytes=1 << 26, read_tokens=150)
+    assert found(ask(server, *requests)) == alone(preset)
+    assert found(ask(server, *reversed(requests))) == alone(preset)[::-1]
+    assert server.counts["guessed_tokens"] > server.counts["right_tokens"] >= (15 if preset == draft else 0)
+    assert server.idle and server.held_bytes() == 0
+
+
+@pytest.mark.parametrize("draft", ["smollm2-tiny", "kda-tiny"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_draft_that_is_the_model_is_always_right(draft: str, temperature: float) -> None:
+    """Also when it samples: it draws with the answer's own random numbers. Its state is taken back to the last token that
+    came true, or the guesses after that would be wrong."""
+    config = sampling(max_new_tokens=41, temperature=temperature, seed=5, top_p=0.95)
+    requests = [request(TEXT[n : n + 40 + n], config) for n in range(20)]
+    plain = found(ask(engine(draft), *requests))
+    long = [n for n, (_, reason) in enumerate(plain) if reason == "length"][:3]
+    requests, plain = [requests[n] for n in long], [plain[n] for n in long]
+    server = engine(draft, guess_tokens=4, draft=DraftModel(make(draft), TOKENIZER))
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    rounds = 0
+    while server.step():
+        rounds += 1
+    assert found([ticket.answers[0] for ticket in tickets]) == plain
+    assert server.counts["right_tokens"] == server.counts["guessed_tokens"] == 3 * 32
+    assert rounds == 1 + 8
+
+
+@pytest.mark.parametrize("draft", ["kda-tiny", "smollm2-tiny"])
+def test_a_draft_goes_back_to_the_last_guess_that_came_true(draft: str) -> None:
+    """Of the states on the way each row gets the one that it asks for."""
+    model = make(draft)
+    ids = torch.randint(256, (3, 12), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        states = [model(ids[:, :8]).state]
+        for n in range(8, 12):
+            states.append(model(ids[:, n : n + 1], states[-1]).state)
+        state = settled(states, [8, 10, 40])
+        assert state.lengths == (8, 10, 12)
+        following = model(torch.tensor([[7], [7], [7]]), state).logits
+        for row, length in enumerate((8, 10, 12)):
+            whole = torch.cat([ids[row, :length], torch.tensor([7])]).unsqueeze(0)
+            torch.testing.assert_close(following[row, 0], model(whole).logits[0, -1], rtol=1e-4, atol=1e-5)
+
+
+def test_sampling_with_a_draft_keeps_the_distribution() -> None:
+    """Pairs of tokens over many seeds against the model's own probabilities, by a chi-square test."""
+    top, answers = 4, 1600
+    config = sampling(max_new_tokens=2 + 1, temperature=1.3, top_k=top, seed=1000)
+    model = make("smollm2-tiny")
+    prompt = torch.tensor([TOKENIZER.encode("To be")])
+
+    def likeliest(ids: torch.Tensor) -> dict[int, float]:
+        with torch.no_grad():
+            best = model(ids).logits[0, -1, :257].double().topk(top)
+        return dict(zip(best.indices.tolist(), torch.softmax(best.values / 1.3, 0).tolist(), strict=True))
+
+    expected = {}
+    for first, share in likeliest(prompt).items():
+        for second, of_it in likeliest(torch.cat([prompt, torch.tensor([[first]])], 1)).items():
+            expected[first, second] = share * of_it
+    server = drafted("smollm2-tiny", "smollm2-tiny")
+    drawn: Counter[tuple[int, ...]] = Counter()
+    for start in range(0, answers, 64):
+        many = request("To be", config.replace(seed=1000 + start), n=64)
+        drawn.update(tuple(answer.row.token_ids[:2]) for answer in server.run([many])[0])
+    assert 0 < server.counts["right_tokens"] < server.counts["guessed_tokens"]
+    assert drawn.keys() <= expected.keys()
+    total = drawn.total()
+    square = sum((drawn[pair] - total * share) ** 2 / (total * share) for pair, share in expected.items())
+    assert square < 37.7  # of 15 degrees of freedom; one in a thousand lies beyond
+
+
+def test_a_draft_in_little_memory() -> None:
+    """Its states count in the budget; an answer that gave way is read again by both."""
+    config = sampling(max_new_tokens=110, temperature=0.5)
+    requests = [request(TEXT[n : n + 20], config.replace(seed=n), logit_bias={256: -100.0}) for n in range(6)]
+    cost = Cost(make("smollm2-tiny"), make("smollm2-tiny"), 4)
+    server = drafted("smollm2-tiny", "smollm2-tiny", memory_bytes=cost.of([20 + HEADROOM] * 4))
+    tickets = [server.submit(each, lambda piece: None) for each in requests]
+    while server.step():
+        assert 0 <= server.held_bytes() <= server.memory_bytes
+    assert found([ticket.answers[0] for ticket in tickets]) == found(ask(engine("smollm2-tiny"), *requests))
+    assert server.counts["preempted"] > 0 < server.counts["right_tokens"]
+
+
+def test_a_draft_of_another_vocabulary_or_a_damaged_one() -> None:
+    other = Tokenizer.train(["a b a b"], 258)
+    with pytest.raises(InputError, match="draft: its tokenizer is another one"):
+        Engine(make("kda-tiny"), TOKENIZER, draft=DraftModel(make("kda-tiny"), other))
+    damaged = copy.deepcopy(make("kda-tiny"))
+    with torch.no_grad():
+        damaged.embed_tokens.weight[:] = float("nan")
+    server = engine("kda-tiny", guess_tokens=4, draft=DraftModel(damaged, TOKENIZER))
+    prompt = request(TEXT[:40])
+    assert found(ask(server, prompt)) == found(ask(engine("kda-tiny"), prompt))
+    # Where the draft's positions end it guesses no more.
+    short = DraftModel(make("smollm2-tiny", max_position_embeddings=50), TOKENIZER)
+    server = engine("smollm2-tiny", guess_tokens=4, draft=short)
+    assert found(ask(server, prompt)) == found(ask(engine("smollm2-tiny"), prompt))
+    assert server.counts["guessed_tokens"] <= 10
+
+
 # Failing, leaving, refusing
 
 
@@ -262,6 +463,21 @@ def test_a_request_that_turns_nan_fails_alone(preset: str) -> None:
     assert found(ask(server, *good)) == expected
     start = Request((65, 66), sampling())
     assert found(ask(server, start)) == found(ask(Engine(model, TOKENIZER, 1 << 30), start))
+
+
+def test_damage_that_has_passed_is_not_remembered() -> None:
+    """A prompt read while something was wrong is read again when it is asked again."""
+    model = copy.deepcopy(make(HYBRID))
+    server = Engine(model, TOKENIZER, 1 << 30, cache_bytes=1 << 26)
+    prompt = request(TEXT[: BLOCK + 20])
+    whole = model.embed_tokens.weight.clone()
+    with torch.no_grad():
+        model.embed_tokens.weight[:] = float("nan")
+        (bad,) = ask(server, prompt)
+        model.embed_tokens.weight[:] = whole
+    (good,) = ask(server, prompt)
+    assert bad.reason == "failed" and good.ticket.cached_tokens == 0
+    assert found([good]) == found(ask(engine(HYBRID), prompt))
 
 
 @pytest.mark.parametrize("preset", ["smollm2-tiny", "kimi-k3-tiny"])

@@ -276,6 +276,47 @@ def test_top_k_and_top_p_keep_the_smallest_set() -> None:
     assert set(draws(logits, top_k=100)) == {0, 1, 2, 3}
 
 
+def by_sorting(logits: torch.Tensor, config: pal.SamplingConfig, generator: torch.Generator) -> int:
+    """The definition: sort everything, equal ones by token; cut; draw."""
+    weights = ((logits.double() - logits.max()) / config.temperature).exp()
+    total = weights.sum()
+    weights, order = weights.sort(descending=True, stable=True)
+    if config.top_k:
+        weights = weights[: config.top_k]
+        total = weights.sum()
+    mass, kept = weights.cumsum(0), 1
+    while kept < len(weights) and mass[kept - 1] < config.top_p * total:
+        kept += 1
+    mass = mass[:kept]
+    point = torch.rand((), dtype=torch.float64, generator=generator) * mass[-1]
+    return int(order[min(int(torch.searchsorted(mass, point, right=True)), int(weights[:kept].nonzero()[-1]))])
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 1023, 1024, 1025, 5000])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("cut", [{"top_p": 0.5}, {"top_p": 0.97}, {"top_k": 7, "top_p": 0.9}, {"top_k": 1500}, {"top_p": 1e-9}])
+def test_a_draw_sorts_little_and_is_the_one_that_sorting_gives(vocab: int, spread: float, cut: dict[str, Any]) -> None:
+    """The same token for the same random number, at full and at half precision, where many weights are equal."""
+    config = sampling(temperature=0.8, **cut)
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    for each in (logits, logits.bfloat16().float(), logits.round()):
+        mine, theirs = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
+        drawn = [draw(each, config, mine) for _ in range(5)]
+        assert drawn == [by_sorting(each, config, theirs) for _ in range(5)]
+        assert torch.equal(mine.get_state(), theirs.get_state())
+
+
+def test_a_sharp_distribution_is_not_sorted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    sort = torch.Tensor.sort
+    monkeypatch.setattr(torch.Tensor, "sort", lambda self, **how: sizes.append(len(self)) or sort(self, **how))
+    sharp = (torch.arange(50_000.0) / 1000).tolist()
+    draws(sharp, 1, top_p=0.5)
+    draws([0.0] * 3000, 1, top_p=0.9)
+    draws(sharp, 1, top_k=40)
+    assert sizes == [1024, 3000, 40]
+
+
 def test_temperature_zero_takes_the_first_of_equals() -> None:
     assert set(draws([0.0, 7.0, 7.0, 1.0], 3, temperature=0.0)) == {1}
     assert set(draws([0.0, 7.0, 6.0, 1.0], 50, temperature=1e-9)) == {1}

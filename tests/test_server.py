@@ -81,8 +81,12 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(settings: Settings | None = None, **engine: Any) -> Iterator[Served]:
-    held = Engine(make(), TOKENIZER, **{"memory_bytes": 1 << 28, "cache_bytes": 1 << 24, "context_tokens": 4096, **engine})
+def serving(
+    settings: Settings | None = None, model: pal.Model | None = None, tokenizer: Tokenizer = TOKENIZER, **engine: Any
+) -> Iterator[Served]:
+    held = Engine(
+        model or make(), tokenizer, **{"memory_bytes": 1 << 28, "cache_bytes": 1 << 24, "context_tokens": 4096, **engine}
+    )
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(

@@ -33,7 +33,9 @@ def command(*arguments: str) -> list[str]:
 
 def test_serve_until_it_is_told_to_end(folder: Path) -> None:
     with subprocess.Popen(
-        command("serve", str(folder), "--port", "0", "--memory", "200MB", "--context", "512"), stdout=subprocess.PIPE, text=True
+        command("serve", str(folder), "--port", "0", "--memory", "200MB", "--context", "512", "--draft", str(folder)),
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -49,6 +51,8 @@ def test_serve_until_it_is_told_to_end(folder: Path) -> None:
 
 def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """R109: the option, the value that was understood, and what to do."""
+    other = tmp_path / "other"
+    pal.save(pal.Model(pal.ModelConfig.preset("kda-tiny", vocab_size=258)), other, Tokenizer.train(["a b a b"], 258))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -57,8 +61,12 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path, capsys: pytest.Capt
             ("--memory", "much"): "--memory is 'much'; it must be a size",
             ("--memory", "1kB"): "memory: 1000 bytes",
             ("--prefix-memory", "-1"): "--prefix-memory is '-1'",
+            ("--prefix-disk", "much"): "--prefix-disk is 'much'",
             ("--running", "0"): "--running is 0; it must be at least 1",
             ("--guesses", "-1"): "--guesses is -1",
+            ("--draft", str(folder), "--guesses", "0"): "--guesses is 0; it must be at least 1",
+            ("--draft", str(tmp_path / "nowhere")): "nowhere",
+            ("--draft", str(other)): "draft: its tokenizer is another one (258 tokens, the model's 257)",
             ("--port", port): f"--port {port}: ",
             ("--port", "70000"): "--port 70000: ",
             ("--device", "abacus"): "--device abacus: ",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from palimpsest import ends
 from palimpsest.checkpoint import fill
 from palimpsest.config import InputError, ModelConfig
 from palimpsest.convert import ggml, gguf
@@ -151,6 +152,7 @@ def read_tokenizer(file: gguf.File) -> Tokenizer | None:
     config: dict[str, Any] = {
         f"{role}_token": tokens[meta[f"{role}_token_id"]] for role in ("bos", "eos") if f"{role}_token_id" in meta
     }
+    config[ends.KEY] = [meta[name] for name in ("eot_token_id", "eom_token_id") if name in meta]  # of a turn, of a message
     if "tokenizer.chat_template" in file.metadata:
         config["chat_template"] = file.metadata["tokenizer.chat_template"]
     return Tokenizer(canonical(definition, file.path), config)

@@ -11,6 +11,7 @@ import binascii
 from pathlib import Path
 from typing import Any
 
+from palimpsest import ends
 from palimpsest.checkpoint import read_json
 from palimpsest.config import InputError
 from palimpsest.tokenizer import TEMPLATE, Tokenizer, byte_symbols, canonical
@@ -60,7 +61,7 @@ def read(folder: Path) -> Tokenizer:
         "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
         "model": {**model, "vocab": vocab, "merges": _merges(vocab)},
     }
-    kept = {key: config[key] for key in ("eos_token", "bos_token", "chat_template") if key in config}
+    kept = {key: config[key] for key in ("eos_token", "bos_token", "chat_template") if key in config} | ends.beside(path)
     if (template := folder / TEMPLATE).is_file():
         kept["chat_template"] = template.read_text(encoding="utf-8")
     return Tokenizer(canonical(definition, path), {"eos_token": K3_END, **kept} if not config else kept)

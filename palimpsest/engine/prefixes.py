@@ -2,7 +2,8 @@
 
 A tree. A node holds the keys, values or latents of its own stretch of tokens, and the recurrent memory as it was at the
 stretch's end: a place from which every kind of layer can go on. Nodes end every `BLOCK` tokens, where a prompt ended and
-where an answer ended. What was used longest ago is forgotten first, a node never before its children.
+where an answer ended. What was used longest ago leaves first, a node never before its children: to disk where there is room
+(spill.py), else it is forgotten.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from palimpsest.engine.spill import Spill
 from palimpsest.state import KeyValue, LayerState, Recurrent, Rows, State
 
 BLOCK = 512  # tokens
@@ -22,7 +25,8 @@ BLOCK = 512  # tokens
 
 @dataclass(eq=False)
 class Node:
-    """Tokens `parent.end .. end` of a text. `hidden` [D] is what the model's head saw at the last of them."""
+    """Tokens `parent.end .. end` of a text. `hidden` [D] is what the model's head saw at the last of them. Both it and the
+    memory are in `file` when they are not here."""
 
     parent: Node | None
     tokens: bytes
@@ -30,21 +34,38 @@ class Node:
     memory: State | None = None
     hidden: Tensor | None = None
     num_bytes: int = 0
+    file: Path | None = None
+    file_bytes: int = 0
     children: dict[bytes, Node] = field(default_factory=dict)
     kept: bool = True
 
 
 class PrefixCache:
-    """Nodes within a budget of bytes."""
+    """Nodes within a budget of bytes in memory and another one on disk. `empty` is a new state of the model."""
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, empty: State, disk_bytes: int = 0) -> None:
+        self.budget_bytes, self._empty = budget_bytes, empty
+        self.disk = Spill(disk_bytes)
         self.num_bytes = 0
         self.root = Node(None, b"", 0)
-        self._order: OrderedDict[Node, None] = OrderedDict()  # used longest ago first
+        self._order: OrderedDict[Node, None] = OrderedDict()  # in memory, used longest ago first
+        self._spilled: OrderedDict[Node, None] = OrderedDict()  # on disk, left longest ago first
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) + len(self._spilled)
+
+    def recall(self, ids: Sequence[int]) -> tuple[Node, State | None, Tensor | None]:
+        """The longest remembered beginning of `ids`, its memory, and what the head saw at its end: the root and None twice
+        when there is none."""
+        node = self.find(ids)
+        while (lost := next((each for each in _chain(node) if not self._bring_back(each)), None)) is not None:
+            assert lost.parent is not None
+            node = lost.parent
+            self._forget(lost)
+        self._touch(node)
+        found = node, self.state(node), node.hidden
+        self._shrink()
+        return found
 
     def find(self, ids: Sequence[int]) -> Node:
         """The node that covers most of the beginning of `ids`; the root when there is none."""
@@ -55,11 +76,10 @@ class PrefixCache:
             best = max(best, node, key=lambda each: each.end)
             start = node.end * _ITEM
             open_nodes += [child for tokens, child in node.children.items() if text.startswith(tokens, start)]
-        self._touch(best)
         return best
 
     def state(self, node: Node) -> State | None:
-        """The memory of one sequence after the node's tokens, None for the root."""
+        """The memory of one sequence after the node's tokens, None for the root. All its parts are in memory."""
         chain = _chain(node)
         memories = [each.memory for each in chain if each.memory is not None]
         if not memories:
@@ -88,21 +108,65 @@ class PrefixCache:
         node.children[tokens] = fresh
         self.num_bytes += size
         self._touch(fresh)
-        while self.num_bytes > self.budget_bytes:
-            self._forget(next(iter(self._order)))
+        self._shrink()
         return fresh if fresh.kept else node
 
     def _touch(self, node: Node) -> None:
         for each in reversed(_chain(node)):
-            self._order[each] = None
-            self._order.move_to_end(each)
+            if each.memory is not None:
+                self._order[each] = None
+                self._order.move_to_end(each)
+
+    def _shrink(self) -> None:
+        while self.num_bytes > self.budget_bytes:
+            self._leave(next(iter(self._order)))
+        while self.disk.num_bytes > self.disk.budget_bytes:
+            oldest = next((node for node in self._spilled if not node.children), next(iter(self._spilled)))
+            self._forget(oldest)
+
+    def _leave(self, node: Node) -> None:
+        """From memory to disk; forgotten where the disk does not take it."""
+        if node.num_bytes <= self.disk.budget_bytes and node.memory is not None and node.hidden is not None:
+            node.file = self.disk.write(node.memory, node.hidden)
+        if node.file is None:
+            self._forget(node)
+            return
+        node.file_bytes = node.file.stat().st_size
+        node.memory, node.hidden = None, None
+        self.num_bytes -= node.num_bytes
+        del self._order[node]
+        self._spilled[node] = None
+
+    def _bring_back(self, node: Node) -> bool:
+        """Whether a node is in memory now; the caller makes room."""
+        if node.file is None or node.parent is None:
+            return True
+        found = self.disk.read(node.file, self._empty, node.end, node.end - node.parent.end)
+        if found is None:
+            return False
+        node.memory, node.hidden = found
+        self._leave_disk(node)
+        self.num_bytes += node.num_bytes
+        return True
+
+    def _leave_disk(self, node: Node) -> None:
+        assert node.file is not None
+        self.disk.drop(node.file, node.file_bytes)
+        node.file = None
+        del self._spilled[node]
 
     def _forget(self, node: Node) -> None:
-        del self._order[node]
-        assert node.parent is not None and not node.children
+        """A node and what goes on from it."""
+        for child in list(node.children.values()):
+            self._forget(child)
+        if node.file is not None:
+            self._leave_disk(node)
+        else:
+            self._order.pop(node, None)
+            self.num_bytes -= node.num_bytes
+        assert node.parent is not None
         del node.parent.children[node.tokens]
         node.kept, node.memory, node.hidden = False, None, None
-        self.num_bytes -= node.num_bytes
 
 
 _ITEM = array("i").itemsize

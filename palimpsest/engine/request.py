@@ -123,7 +123,7 @@ class Answer:
         except (InputError, ValueError, RuntimeError) as error:  # this answer's own: damaged logits, a broken constraint
             return self.end("failed", str(error))
         text = self.row.take(token)
-        if self.row.end_id != token:
+        if token not in self.row.end_ids:
             self.ids.append(token)
             self.counts[token] += 1
             if self.request.top_logprobs is not None:

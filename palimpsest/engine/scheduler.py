@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -11,8 +10,10 @@ import torch
 from torch import Tensor
 
 from palimpsest.config import InputError
-from palimpsest.engine.batches import Batch, Cost, regroup
+from palimpsest.engine.batches import Batch, Cost, Reading, free_bytes, regroup
+from palimpsest.engine.drafts import DraftModel, settled
 from palimpsest.engine.gauges import Gauges
+from palimpsest.engine.passes import forward
 from palimpsest.engine.prefixes import BLOCK, Node, PrefixCache
 from palimpsest.engine.request import Answer, Piece, Reason, Request, Ticket
 from palimpsest.model import Model
@@ -26,24 +27,14 @@ class ContextExceeded(InputError):
     """A prompt that leaves no room for an answer."""
 
 
-class Reading:
-    """Tokens that are read before answers can be drawn: a prompt, or an answer that gave way and is read again."""
-
-    def __init__(self, ticket: Ticket, answers: list[Answer], ids: list[int]) -> None:
-        self.ticket, self.answers, self.ids = ticket, answers, ids
-        self.done = 0  # tokens that `state` holds
-        self.state: State | None = None
-        self.node: Node | None = None
-        self.hidden: Tensor | None = None  # [D], of the last token read
-
-
 class Engine:
     """Answers requests, first come first served, within a budget of memory.
 
     One thread calls `step`; `submit` and `cancel` may be called from any. `memory_bytes` bounds what running sequences
     hold, spare room included; while sequences move between batches there is a second copy of some. `cache_bytes` bounds
-    remembered beginnings. `read_tokens` are read per round beside the drawing, so that a long prompt does not hold up the
-    others for long. `guess_tokens` above 0 turns on guesses from the text itself (drafts.py), at most so many at a time.
+    remembered beginnings in memory, `disk_bytes` those that had to leave it. `read_tokens` are read per round beside the
+    drawing, so that a long prompt does not hold up the others for long. `guess_tokens` above 0 turns on guesses (drafts.py),
+    at most so many at a time, from the text itself or from `draft`.
     """
 
     def __init__(
@@ -56,14 +47,20 @@ class Engine:
         read_tokens: int = 256,
         most_running: int = 64,
         guess_tokens: int = 0,
+        draft: DraftModel | None = None,
+        disk_bytes: int = 0,
     ) -> None:
-        self.model, self.tokenizer = model.eval(), tokenizer
+        self.model, self.tokenizer, self.draft = model.eval(), tokenizer, draft
+        if draft is not None:
+            draft.check(tokenizer)
         self.device = model.embed_tokens.weight.device
         self.memory_bytes = free_bytes(self.device) // 2 if memory_bytes is None else memory_bytes
-        self.cost = Cost(model)
+        self.cost = Cost(model, None if draft is None else draft.model, guess_tokens)
+        empty = model.new_state(1)
+        self._recurrent = empty.num_bytes() > 0
         self.context_tokens = self._context(context_tokens)
         self.read_tokens, self.most_running, self.guess_tokens = read_tokens, most_running, guess_tokens
-        self.prefixes = PrefixCache(cache_bytes)
+        self.prefixes = PrefixCache(cache_bytes, empty, disk_bytes)
         self.inbox: deque[Ticket] = deque()
         self.waiting: deque[Reading] = deque()
         self.reading: list[Reading] = []
@@ -126,7 +123,7 @@ class Engine:
     def held_bytes(self, kind: str | None = None) -> int:
         """Bytes of the running states; kinds as in `State.num_bytes`."""
         # Other threads ask too, while a round goes on.
-        states = [batch.state for batch in self.batches]
+        states = [state for batch in self.batches for state in (batch.state, batch.draft) if state is not None]
         states += [state for each in list(self.reading) if (state := each.state) is not None]
         return sum(state.num_bytes(kind) for state in states)  # type: ignore[arg-type]
 
@@ -233,9 +230,8 @@ class Engine:
 
     def _recall(self, reading: Reading) -> None:
         """Starts a reading where the longest remembered beginning ends."""
-        node = self.prefixes.find(reading.ids)
-        reading.node, reading.done, reading.hidden = node, node.end, node.hidden
-        reading.state = self.prefixes.state(node)
+        node, reading.state, reading.hidden = self.prefixes.recall(reading.ids)
+        reading.node, reading.done = node, node.end
         if reading.answers[0].row.token_ids:
             return  # a text that gave way is no prompt
         reading.ticket.cached_tokens = node.end
@@ -264,17 +260,12 @@ class Engine:
 
     def _read_pass(self, chosen: list[tuple[Reading, int]]) -> None:
         pieces = [reading.ids[reading.done : end] for reading, end in chosen]
-        bounds = [0, *accumulate(map(len, pieces))]
         states = [self.model.new_state() if reading.state is None else reading.state for reading, _ in chosen]
         for reading, _ in chosen:
             reading.state = None  # one copy of a long past is enough
-        hidden, state = self.model.hidden(
-            torch.tensor([[token for piece in pieces for token in piece]], device=self.device),
-            State.join(states),
-            torch.tensor(bounds, device=self.device),
-        )
-        for row, (reading, end) in enumerate(chosen):
-            reading.done, reading.hidden = end, hidden[0, bounds[row + 1] - 1]
+        hidden, state = forward(self.model, pieces, State.join(states))
+        for row, ((reading, end), last) in enumerate(zip(chosen, accumulate(map(len, pieces)), strict=True)):
+            reading.done, reading.hidden = end, hidden[last - 1]
             reading.state = state if len(chosen) == 1 else state.select([row])
             if end == len(reading.ids) or end % BLOCK == 0:
                 reading.node = self._remember(reading.node, reading.ids, reading.state, 0, reading.hidden)
@@ -296,7 +287,8 @@ class Engine:
             alive = [answer for answer in reading.answers if answer.reason is None]
             if alive and reading.state is not None:
                 state = reading.state if len(alive) == 1 else reading.state.select([0] * len(alive))
-                arrived.append(Batch(alive, state))
+                draft = None if self.draft is None else self.draft.new_state(len(alive))
+                arrived.append(Batch(alive, state, draft))
         if arrived:
             self.batches = regroup([*(batch for batch in self.batches if batch.answers), *arrived], self._grows)
 
@@ -310,14 +302,15 @@ class Engine:
         """One pass: every answer's unread tokens, and behind them its guesses."""
         before = batch.state
         unread = [answer.ids[length:] for answer, length in zip(batch.answers, before.lengths, strict=True)]
-        guesses = [answer.lookup.guess(answer.ids, answer.room - 1) for answer in batch.answers]
+        known = [len(answer.ids) for answer in batch.answers]
+        guesses, trail = self._guesses(batch)
         pieces = [new + guess for new, guess in zip(unread, guesses, strict=True)]
         watched = next((row for row, answer in enumerate(batch.answers) if answer.ticket is self.watched), None)
         if watched is None:
-            hidden, batch.state = self._pass(pieces, before)
+            hidden, batch.state = forward(self.model, pieces, before)
         else:
             with Gauges(self.model) as gauges:
-                hidden, batch.state = self._pass(pieces, before)
+                hidden, batch.state = forward(self.model, pieces, before)
             batch.answers[watched].ticket.gauges = gauges.at(sum(map(len, pieces[: watched + 1])) - 1)
             self.watched = None
         # The places whose logits are wanted: the last unread token of every row, and its guesses.
@@ -325,11 +318,13 @@ class Engine:
         places = [list(range(end - len(guess) - 1, end)) for end, guess in zip(ends, guesses, strict=True)]
         wanted = hidden if len(hidden) == len(batch.answers) else hidden[[place for row in places for place in row]]
         logits = self.model.logits(wanted).cpu().split([len(row) for row in places])
-        lengths = []
+        lengths, right = [], []
         for row, answer in enumerate(batch.answers):
-            right = self._check(answer, logits[row], guesses[row])
-            lengths.append(self._sound(before.lengths[row], len(unread[row]), len(guesses[row]), right))
+            right.append(self._check(answer, logits[row], guesses[row]))
+            lengths.append(self._sound(before.lengths[row], len(unread[row]), len(guesses[row]), right[row]))
         batch.state = batch.state.rewind(before, lengths)
+        if trail:
+            batch.draft = settled(trail, [ids + true for ids, true in zip(known, right, strict=True)])
         for row, answer in enumerate(batch.answers):
             new = lengths[row] - before.lengths[row]
             at_an_end = answer.reason is not None or lengths[row] % BLOCK == 0
@@ -338,15 +333,11 @@ class Engine:
                 answer.node = self._remember(answer.node, answer.ids, batch.state, row, seen)
         batch.leave()
 
-    def _pass(self, pieces: list[list[int]], state: State) -> tuple[Tensor, State]:
-        """New tokens of every row -> hidden [tokens,D] and the state behind them."""
-        if all(len(piece) == 1 for piece in pieces):
-            hidden, after = self.model.hidden(torch.tensor(pieces, device=self.device), state)
-            return hidden[:, 0], after
-        bounds = torch.tensor([0, *accumulate(map(len, pieces))], device=self.device)
-        ids = torch.tensor([[token for piece in pieces for token in piece]], device=self.device)
-        hidden, after = self.model.hidden(ids, state, bounds)
-        return hidden[0], after
+    def _guesses(self, batch: Batch) -> tuple[list[list[int]], list[State]]:
+        """At most `guess_tokens` for every answer; and a draft model's states on the way."""
+        if self.draft is None or batch.draft is None:
+            return [answer.lookup.guess(answer.ids, answer.room - 1) for answer in batch.answers], []
+        return self.draft.guess(batch.answers, batch.draft, self.read_tokens)
 
     def _check(self, answer: Answer, logits: Tensor, guess: list[int]) -> int:
         """Draws at every place until a guess is wrong; returns how many were right."""
@@ -367,7 +358,7 @@ class Engine:
         back to before the pass, and what was right is read again with the next token."""
         if right == guessed:
             return before + unread + guessed
-        return before if self.cost.fixed_bytes else before + unread + right
+        return before if self._recurrent else before + unread + right
 
     def _take(self, answer: Answer, logits: Tensor) -> None:
         piece = answer.draw(logits)
@@ -380,10 +371,3 @@ class Engine:
             self.counts[f"ended_{reason}"] += 1
             self.counts["completion_tokens"] += len(answer.row.token_ids)
         answer.ticket.deliver(piece)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 4 << 30

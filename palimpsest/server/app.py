@@ -121,7 +121,8 @@ class Service:
         requests = await asyncio.to_thread(body.requests, self.engine)
         call = Call(self.worker, requests, self.metrics, arrived)
         logprobs = requests[0].top_logprobs is not None
-        replies = replies_type(self.settings.model_name, self.engine.tokenizer, call.tickets, logprobs)
+        tokenizer = self.engine.tokenizer
+        replies = replies_type(self.settings.model_name, tokenizer, call.tickets, logprobs, lambda: body.reader(tokenizer))
         if body.stream:
             self.calls[replies.id] = call
             return Events(call, self._events(call, replies, body.include_usage), lambda: self.calls.pop(replies.id))
@@ -142,7 +143,7 @@ class Service:
             "tokens": tokens,
             "prompt_tokens": len(ticket.request.prompt),
             "cached_tokens": ticket.cached_tokens,
-            "kv_bytes": tokens * self.engine.cost.bytes_per_token,
+            "kv_bytes": tokens * empty.bytes_per_token(),
             "recurrent_bytes": empty.num_bytes("recurrent"),
             "conv_bytes": empty.num_bytes("conv"),
             "layers": [{"mixer": mixer, **gauge} for mixer, gauge in zip(mixers, gauges, strict=True)],
@@ -185,7 +186,9 @@ class Service:
             for reply in replies.opening():
                 yield event(reply)
             async for index, piece in call.pieces():
-                yield event(replies.chunk(index, piece))
+                chunk = replies.chunk(index, piece)
+                if chunk is not None:
+                    yield event(chunk)
             if include_usage:
                 yield event(replies.usage_chunk())
         except Refusal as refusal:

@@ -55,6 +55,7 @@ class Metrics:
         put("state_bytes", "gauge", "Bytes of running states", dict(held))
         put("state_budget_bytes", "gauge", "Bytes that running states may hold", {"": engine.memory_bytes})
         put("prefix_bytes", "gauge", "Bytes of remembered beginnings", {"": engine.prefixes.num_bytes})
+        put("prefix_disk_bytes", "gauge", "Bytes of those that are on disk", {"": engine.prefixes.disk.num_bytes})
         put("prefix_nodes", "gauge", "Remembered beginnings", {"": len(engine.prefixes)})
         resident = resident_bytes()
         if resident is not None:

@@ -4,39 +4,59 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from openai.types import Completion, CompletionChoice, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage, ChatCompletionTokenLogprob
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionTokenLogprob,
+)
 from openai.types.chat import chat_completion as whole_chat
 from openai.types.chat import chat_completion_chunk as chunk_chat
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_choice import Logprobs
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
+from palimpsest.calls import Call, Reader, Said
 from palimpsest.engine import Piece, Ticket, TokenScore
 from palimpsest.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
-Ended = Literal["stop", "length"]
+Ended = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass
 class Choice:
     """What one answer has said so far."""
 
+    reader: Reader
     text: str = ""
+    thought: str = ""
+    calls: list[Call] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
     finish_reason: Ended | None = None
     offset: int = 0  # characters of the scored tokens
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
+    def add(self, piece: Piece) -> Said:
+        """Takes what the answer has gained; returns what that says."""
+        said = self.reader.push(piece.text)
+        if piece.finish_reason is not None:
+            rest = self.reader.finish()
+            said = Said(said.content + rest.content, said.thought + rest.thought, said.calls + rest.calls)
+        self.text += said.content
+        self.thought += said.thought
+        self.calls += said.calls
         self.scores += piece.scores
-        self.finish_reason = cast(Ended | None, piece.finish_reason)
+        called = self.calls and piece.finish_reason == "stop"
+        self.finish_reason = "tool_calls" if called else cast(Ended | None, piece.finish_reason)
+        return said
 
 
 class Replies:
@@ -44,10 +64,17 @@ class Replies:
 
     prefix = ""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, tickets: Sequence[Ticket], logprobs: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        tickets: Sequence[Ticket],
+        logprobs: bool,
+        reader: Callable[[], Reader] = Reader,
+    ) -> None:
         self.id, self.created, self.model = f"{self.prefix}{uuid.uuid4().hex}", int(time.time()), model
         self.tokenizer, self.tickets, self.logprobs = tokenizer, tickets, logprobs
-        self.choices = [Choice() for ticket in tickets for _ in ticket.answers]
+        self.choices = [Choice(reader()) for ticket in tickets for _ in ticket.answers]
 
     def usage(self) -> CompletionUsage:
         prompt = sum(len(ticket.request.prompt) for ticket in self.tickets)
@@ -61,7 +88,8 @@ class Replies:
         """Chunks before any text."""
         return []
 
-    def chunk(self, index: int, piece: Piece) -> BaseModel:
+    def chunk(self, index: int, piece: Piece) -> BaseModel | None:
+        """None for a piece that says nothing yet."""
         raise NotImplementedError
 
     def usage_chunk(self) -> BaseModel:
@@ -86,9 +114,20 @@ class ChatReplies(Replies):
             for index in range(len(self.choices))
         ]
 
-    def chunk(self, index: int, piece: Piece) -> BaseModel:
-        delta = chunk_chat.ChoiceDelta(content=piece.text) if piece.text or piece.scores else chunk_chat.ChoiceDelta()
-        return self._chunk([self._delta(index, delta, piece)])
+    def chunk(self, index: int, piece: Piece) -> BaseModel | None:
+        choice = self.choices[index]
+        said = choice.add(piece)
+        delta: dict[str, Any] = {}
+        if said.thought:
+            delta["reasoning_content"] = said.thought
+        if said.content or (self.logprobs and piece.scores):
+            delta["content"] = said.content
+        if said.calls:
+            first = len(choice.calls) - len(said.calls)
+            delta["tool_calls"] = [_called(number, call) for number, call in enumerate(said.calls, first)]
+        if not delta and choice.finish_reason is None:
+            return None
+        return self._chunk([self._delta(index, chunk_chat.ChoiceDelta(**delta), piece)])
 
     def usage_chunk(self) -> BaseModel:
         return self._chunk([], self.usage())
@@ -96,7 +135,14 @@ class ChatReplies(Replies):
     def whole(self) -> BaseModel:
         choices = []
         for index, choice in enumerate(self.choices):
-            message = ChatCompletionMessage(role="assistant", content=choice.text, refusal=None)
+            beside: dict[str, Any] = {"reasoning_content": choice.thought} if choice.thought else {}
+            if choice.calls:
+                beside["tool_calls"] = [
+                    ChatCompletionMessageFunctionToolCall(id=call.id, type="function", function=_function(call))
+                    for call in choice.calls
+                ]
+            content = None if choice.calls and not choice.text else choice.text
+            message = ChatCompletionMessage(role="assistant", content=content, refusal=None, **beside)
             scores = whole_chat.ChoiceLogprobs(content=self._scores(choice.scores)) if self.logprobs else None
             reason = choice.finish_reason or "stop"
             choices.append(whole_chat.Choice(index=index, message=message, finish_reason=reason, logprobs=scores))
@@ -109,7 +155,7 @@ class ChatReplies(Replies):
         scores = None
         if self.logprobs and piece is not None and piece.scores:
             scores = chunk_chat.ChoiceLogprobs(content=self._scores(piece.scores))
-        reason = None if piece is None else cast(Ended | None, piece.finish_reason)
+        reason = None if piece is None else self.choices[index].finish_reason
         return chunk_chat.Choice(index=index, delta=delta, finish_reason=reason, logprobs=scores)
 
     def _scores(self, scores: Sequence[TokenScore]) -> list[ChatCompletionTokenLogprob]:
@@ -131,6 +177,16 @@ class ChatReplies(Replies):
         return list(self._text(token).encode() if table is None else table.get(token, b""))
 
 
+def _function(call: Call) -> Function:
+    return Function(name=call.name, arguments=call.arguments)
+
+
+def _called(number: int, call: Call) -> chunk_chat.ChoiceDeltaToolCall:
+    """A call is whole when it is given out."""
+    function = chunk_chat.ChoiceDeltaToolCallFunction(name=call.name, arguments=call.arguments)
+    return chunk_chat.ChoiceDeltaToolCall(index=number, id=call.id, type="function", function=function)
+
+
 class CompletionReplies(Replies):
     prefix = "cmpl-"
 
@@ -149,7 +205,7 @@ class CompletionReplies(Replies):
         choices = []
         for index, choice in enumerate(self.choices):
             scores = self._scores(choice, choice.scores) if self.logprobs else None
-            reason = choice.finish_reason or "stop"
+            reason = cast(Literal["stop", "length"], choice.finish_reason or "stop")
             choices.append(CompletionChoice(index=index, text=choice.text, finish_reason=reason, logprobs=scores))
         return self._reply(choices, self.usage())
 

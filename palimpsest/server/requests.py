@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from palimpsest import calls
 from palimpsest.config import InputError, SamplingConfig
 from palimpsest.engine import Constraint, Engine, Request
 from palimpsest.generate import prompt_ids
 from palimpsest.messages import message_ids, stop_texts
 from palimpsest.server import grammar
+from palimpsest.tokenizer import Tokenizer
 
 MOST_PROMPTS = 64  # of one request
 MOST_STOPS = 4
@@ -40,6 +43,10 @@ class _Common(_Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+
+    def reader(self, tokenizer: Tokenizer) -> calls.Reader:
+        """What reads one answer."""
+        return calls.Reader()
 
     @property
     def include_usage(self) -> bool:
@@ -115,17 +122,32 @@ class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    reasoning_content: str | None = None  # beyond OpenAI's: thoughts, as replies have them
     refusal: None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates take it: content as one text, nothing that was left out."""
+        """As templates take it: content as one text, arguments of calls as objects, nothing that was left out."""
         message = self.model_dump(exclude_none=True)
         content = self.content
         message["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
         message["role"] = "system" if self.role == "developer" else self.role
+        for call in message.get("tool_calls", ()):
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = _object(function["arguments"])
         return message
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InputError(f"the arguments of a call are {arguments[:40]!r}; they must be the text of a JSON object")
+    return value
 
 
 class JsonSchema(_Body):
@@ -156,15 +178,27 @@ class ChatBody(_Common):
         """The one request."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InputError("top_logprobs is given without logprobs; set logprobs to true")
-        tools = None if self.tool_choice == "none" else self.tools
-        ids = message_ids(engine.tokenizer, [message.plain() for message in self.messages], tools)
+        constraint = self._constraint(engine)
+        messages = [message.plain() for message in self.messages]
+        ids = message_ids(engine.tokenizer, messages, self._tools, thinking=constraint is None)
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         top = (self.top_logprobs or 0) if self.logprobs else None
-        return [self._request(engine, ids, most, top, stop_texts(engine.tokenizer), self._constraint(engine))]
+        return [self._request(engine, ids, most, top, stop_texts(engine.tokenizer), constraint)]
+
+    def reader(self, tokenizer: Tokenizer) -> calls.Reader:
+        return calls.reader(tokenizer, bool(self._tools), thinking=not self._constrained)
+
+    @property
+    def _tools(self) -> list[dict[str, Any]] | None:
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
+    def _constrained(self) -> bool:
+        return self.response_format is not None and self.response_format.type != "text"
 
     def _constraint(self, engine: Engine) -> Callable[[], Constraint] | None:
         wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        if wanted is None or not self._constrained:
             return None
         if wanted.type == "json_object":
             return grammar.json_schema(engine.tokenizer, {"type": "object"})
