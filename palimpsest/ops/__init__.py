@@ -154,8 +154,8 @@ def linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Additive memory: S = S + k_t v_t^T, o_t = S^T (scale q_t). Feature map and normaliser belong to the caller.
 
-    With g [B,T,HV] <= 0 the memory fades before each write, S = exp(g_t) S + k_t v_t^T: forgetting without the delta rule, as in
-    Mamba-2 (arXiv 2405.21060).
+    With g [B,T,HV] <= 0 the memory fades before each write, S = exp(g_t) S + k_t v_t^T: forgetting without the delta rule,
+    as in Mamba-2 (arXiv 2405.21060).
     """
     if g is not None:
         _check_shape("g", g, _value_shape(v))

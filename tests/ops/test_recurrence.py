@@ -80,6 +80,7 @@ def test_strong_constant_decay(rate: float) -> None:
 @pytest.mark.parametrize("decay", [-0.1, -5.0, -50.0])
 def test_additive_memory_that_fades(decay: float) -> None:
     """Forgetting without the delta rule: linear attention with a decay per head."""
+    inputs: Inputs = {}
     for tokens in LENGTHS:
         inputs = make_inputs("gated_delta_rule", tokens, decay=decay, batch=2, seed=tokens)
         del inputs["beta"]
