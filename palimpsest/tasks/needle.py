@@ -146,7 +146,7 @@ class Needle(Task):
 
 @lru_cache(maxsize=4)
 def _bytes(text: bytes, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).long()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)  # ready when it returns: other streams use it
 
 
 @lru_cache(maxsize=4)
