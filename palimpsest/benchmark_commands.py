@@ -254,7 +254,7 @@ def recall(
     chosen = plans.with_steps(plans.select(every, cells), steps)
     if list_cells:
         waiting = {cell.name for cell in runner.missing(chosen, runner.read(out))}
-        print("\n".join(f"{'not run' if cell.name in waiting else 'done   '}  {cell.name}" for cell in chosen))
+        print("\n".join(f"{'not run' if cell.name in waiting else 'done':<9}{cell.name}" for cell in chosen))
     else:
         keep_memory()
         say = partial(print, flush=True)

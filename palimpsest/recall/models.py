@@ -107,11 +107,11 @@ def config_for(mixer: str, vocab_size: int, width: int, head_dim: int) -> ModelC
 
 
 def build(mixer: str, vocab_size: int, width: int, head_dim: int, seed: int) -> Model:
-    torch.manual_seed(seed)
+    """Gated DeltaNet and decay without delta begin with the same weights for the same seed."""
     model = Model(config_for(mixer, vocab_size, width, head_dim))
     if mixer in OWN:
         for layer in model.layers:
             layer.mixer = OWN[mixer](model.config)
-        torch.manual_seed(seed)
-        model.reset_parameters()
+    torch.manual_seed(seed)
+    model.reset_parameters()
     return model

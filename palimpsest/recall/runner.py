@@ -56,8 +56,10 @@ def not_run(cells: Sequence[Cell], rows: Sequence[Row]) -> list[Row]:
 
 
 def fitting(cells: Sequence[Cell], minutes: float, device: torch.device) -> float:
-    """The share of their steps, at most 1, with which all cells end within the minutes on this machine: a few steps of each kind
-    are timed. Seeds and rates cost the same."""
+    """The share of their steps, at most 1, with which all cells end within the minutes on this machine.
+
+    A few steps of each kind are timed; seeds and rates cost the same.
+    """
     times: dict[tuple[str, str, int], float] = {}
     for cell in cells:
         kind = (cell.mixer, cell.task, cell.width)

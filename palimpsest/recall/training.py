@@ -128,13 +128,13 @@ class Training:
 
     def _record(self, task: Task, rows: Rows) -> bool:
         held = (rows[0].clone(), rows[1].clone(), rows[2].clone())
-        graph = torch.cuda.CUDAGraph()
         try:
+            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 loss = self._update(held)
         except RuntimeError as error:
             self.refusal = str(error).splitlines()[0]
-            torch.cuda.synchronize(self.device)
+            self.optimizer.zero_grad(set_to_none=True)
             return False
         self.recorded[task] = graph, held, loss
         return True
