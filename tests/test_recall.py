@@ -47,13 +47,6 @@ def test_models_differ_in_their_memory_only(mixer: str) -> None:
     config = model.config
     assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (32, 2, 64)
     other = models.build("deltanet", 50, 32, 16, 0)
-    assert torch.equal(model.embed_tokens.weight, other.embed_tokens.weight) or mixer in (
-        "softmax",
-        "hybrid",
-        "gdn",
-        "kda",
-        "decay",
-    )
     names = {name for name, _ in model.named_parameters() if ".mixer." not in name}
     assert names == {name for name, _ in other.named_parameters() if ".mixer." not in name}
     recurrent = out.state.num_bytes("recurrent")
