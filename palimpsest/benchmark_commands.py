@@ -204,7 +204,7 @@ def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, client
 @benchmark.command
 def recall(
     *,
-    out: Path = Path("benchmarks/recall"),
+    out: Path | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     size: Literal["full", "small"] | None = None,
     cells: str | None = None,
@@ -220,7 +220,7 @@ def recall(
     Parameters
     ----------
     out
-        Folder of the results: one line of JSON a cell, one file an experiment.
+        Folder of the results, one line of JSON a cell; by default benchmarks/recall for full, runs/recall for small cells.
     device
         Where the models learn.
     size
@@ -250,7 +250,9 @@ def recall(
     from palimpsest.recall import runner
 
     words = b"" if text is None else text.read_bytes()
-    every = plans.full(words) if (size or ("full" if device == "cuda" else "small")) == "full" else plans.small(words)
+    size = size or ("full" if device == "cuda" else "small")
+    every = plans.full(words) if size == "full" else plans.small(words)
+    out = out or Path("benchmarks/recall" if size == "full" else "runs/recall")
     chosen = plans.with_steps(plans.select(every, cells), steps)
     if list_cells:
         waiting = {cell.name for cell in runner.missing(chosen, runner.read(out))}

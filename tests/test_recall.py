@@ -129,7 +129,7 @@ def test_a_cell_that_diverges_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tasks_take_turns_and_rows_never_come_twice() -> None:
     training = work.Training(cell(train=(EASY, EASY, MQAR(16, 2, 16))), CPU)
     seen: list[tuple[int, ...]] = []
-    for step in range(80):
+    for step in range(240):
         task = training.cell.train[step % 3]
         rows = training._rows(task)
         assert rows[0].shape == (16, task.length) and rows[1].shape == rows[2].shape == (16, task.most_scored)
@@ -409,7 +409,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(cells, "small", lambda text=b"": [cell(seed=seed) for seed in range(2)])
     assert main(["benchmark", "recall", "--steps", "15", "--cells", "*-s1", "--report", "page.html"]) == 0
     assert "[1/1] learning/palindrome5-kda-w16-lr0.01-n15-s1: finished after 15 steps" in capsys.readouterr().out
-    (line,) = Path("benchmarks/recall/learning.jsonl").read_text().splitlines()
+    (line,) = Path("runs/recall/learning.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert found["settings"]["budget_steps"] == 15 and found["machine"]["processor"] and found["version"] == pal.__version__
     assert Path("page.html").exists()
