@@ -364,6 +364,9 @@ def test_published_claims_are_judged_by_our_runs() -> None:
     assert said["Delta alone finds a needle in repeated noise and loses it in text"] == "reproduced"
     assert said["In text, decay alone finds more than delta alone"] == "not reproduced"
     assert said["In repeated noise, delta alone finds more than decay alone"] == "not reproduced"
+    narrow = [each for each in some_rows() if each["width"] == 64]
+    alone = {each["claim"]: each["verdict"] for each in claims.judged(narrow)}
+    assert alone["A larger delta memory recalls more"] == "not run", "there is one width"
     ours = found["Softmax recalls more than a small delta memory"]["ours"]
     assert ours == "99.1 %, 99.3 % (softmax, width 64) against 70.0 %, 71.0 % (deltanet, width 64)"
     assert "1,000, 1,001 (kda, length 255) against 500, never (gdn, length 255)" in [each["ours"] for each in found.values()]

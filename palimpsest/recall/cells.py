@@ -127,8 +127,8 @@ def _frontier_small() -> list[Cell]:
     train = tuple(MQAR(length, pairs, 64) for length, pairs in ((16, 4), (32, 8), (64, 16)))
     test: dict[str, Task] = {f"{task.length} x {task.num_pairs}": task for task in train}
     return [
-        Cell("frontier", mixer, "mqar", train, test, tuple(test), width, width // 2, 5e-3, 0, 32, 1200, 100, 256)
-        for width in (64, 32)
+        Cell("frontier", mixer, "mqar", train, test, tuple(test), 64, 32, 5e-3, seed, 32, 1200, 100, 256)
+        for seed in range(2)
         for mixer in FRONTIER
     ]
 

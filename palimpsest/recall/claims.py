@@ -92,11 +92,11 @@ def _mean(group: Sequence[Row], key: str) -> float:
 
 
 def _frontier(mixer: str, place: int) -> Callable[[Sequence[Row]], Group | None]:
-    """Mean accuracy over all tests, of the narrowest (0) or widest (-1) models."""
+    """Mean accuracy over all tests, of the narrowest (0) or widest (-1) models; the widest only where there are two widths."""
 
     def find(rows: Sequence[Row]) -> Group | None:
         widths = sorted({row["width"] for row in rows if row["experiment"] == "frontier"})
-        if not widths:
+        if not widths[-place:]:
             return None
         group = best(rows, "frontier", mixer, width=widths[place])
         return Group(f"{mixer}, width {widths[place]}", [row["accuracy"] for row in group])
