@@ -252,3 +252,71 @@ def recipes(runs: list[Path], /, *, out: Path) -> None:
     table = run_table.gather(runs)
     write_json(out, {**_about(), **table})
     print("\n".join(run_table.lines(table)))
+
+
+@benchmark.command
+def recall(
+    *,
+    out: Path | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    size: Literal["full", "small"] | None = None,
+    cells: str | None = None,
+    minutes: float | None = None,
+    steps: int | None = None,
+    together: int | None = None,
+    text: Path | None = None,
+    list_cells: Annotated[bool, Parameter(name="--list", negative="")] = False,
+    report: Path | None = None,
+) -> None:
+    """Train small models on synthetic memory tasks, cell by cell; a stopped run goes on where it was.
+
+    Parameters
+    ----------
+    out
+        Folder of the results, one line of JSON a cell; by default benchmarks/recall for full, runs/recall for small cells.
+    device
+        Where the models learn.
+    size
+        `full` is for a GPU, `small` for a CPU; by default what suits the device.
+    cells
+        Only those whose names match these shell patterns, separated by commas, such as 'frontier/*kda*-s0'.
+    minutes
+        Stop after so long; cells at work are given up and run anew the next time.
+    steps
+        Another budget of steps a cell.
+    together
+        Cells that learn at the same time; 4 on a GPU, 1 on a CPU.
+    text
+        A file for the haystacks, instead of made-up words.
+    list_cells
+        Only print which cells there are and which have a result.
+    report
+        Also write a page about all results in the folder to this HTML file.
+    """
+    where = _device(device)
+    for name, value in (("minutes", minutes), ("steps", steps), ("together", together)):
+        if value is not None and not 0 < value < 1e9:
+            raise InputError(f"benchmark recall: --{name} is {value}; expected more than 0")
+    check_json(report)
+    from palimpsest.progress import keep_memory
+    from palimpsest.recall import cells as plans
+    from palimpsest.recall import runner
+
+    words = b"" if text is None else text.read_bytes()
+    size = size or ("full" if device == "cuda" else "small")
+    every = plans.full(words) if size == "full" else plans.small(words)
+    out = out or Path("benchmarks/recall" if size == "full" else "runs/recall")
+    chosen = plans.with_steps(plans.select(every, cells), steps)
+    if list_cells:
+        waiting = {cell.name for cell in runner.missing(chosen, runner.read(out))}
+        print("\n".join(f"{'not run' if cell.name in waiting else 'done':<9}{cell.name}" for cell in chosen))
+    else:
+        keep_memory()
+        say = partial(print, flush=True)
+        runner.run(chosen, out, where, _about(where), minutes, together or (4 if device == "cuda" else 1), say)
+    if report is not None:
+        from palimpsest.report import write_recall
+
+        rows = runner.read(out)
+        write_recall([*rows, *runner.not_run(chosen, rows)], report)
+        print(report)

@@ -70,6 +70,7 @@ def lineage(
     seed: int = 0,
     stages: str | None = None,
     fresh: Annotated[bool, Parameter(negative="")] = False,
+    tasks: str | None = None,
     json: Json = None,
 ) -> int:
     """Train and measure the stages of the lineage side by side, and write report.html and results.json.
@@ -90,12 +91,14 @@ def lineage(
         Names separated by commas, to run some stages only.
     fresh
         Replace a run with other settings in the folder.
+    tasks
+        Also train small models on memory tasks: frontier, learning, needles or all; a quarter of an hour more for all.
     """
     check_json(json)
     from palimpsest import lineage as job
 
-    chosen = None if stages is None else [name.strip() for name in stages.split(",")]
-    status = job.run(text, minutes, out, seed, chosen, fresh)
+    chosen, added = (None if names is None else [name.strip() for name in names.split(",")] for names in (stages, tasks))
+    status = job.run(text, minutes, out, seed, chosen, fresh, added)
     if json is not None:
         from palimpsest.checkpoint import read_json
 

@@ -24,11 +24,14 @@ from palimpsest.config import InputError, ModelConfig, suggestion
 from palimpsest.corpus import CONTEXT, Corpus
 from palimpsest.model import Model
 from palimpsest.progress import keep_memory
+from palimpsest.recall import runner
+from palimpsest.recall.cells import EXPERIMENTS, Cell, shortened, small
 from palimpsest.stages import STAGES, Stage, config_for
 from palimpsest.trial import BATCH, RecallTraining, build, measure, say, train_config, trainer_for
 
 # Shares of the minutes: what is left goes to measuring, and to a machine that is slower later than at calibration.
 TEXT_SHARE, RECALL_SHARE = 0.5, 0.22
+TASK_MINUTES = {"frontier": 6.0, "learning": 5.0, "needles": 4.0}
 
 
 def run(
@@ -38,15 +41,18 @@ def run(
     seed: int = 0,
     stages: list[str] | None = None,
     fresh: bool = False,
+    tasks: list[str] | None = None,
 ) -> int:
     """Runs the lineage into the folder `out` and returns the exit status: 1 when a stage failed, else 0.
 
-    Raises `InputError` for a text that is missing, empty or too short, an unknown stage, or a folder that holds a run with
-    other settings (unless `fresh`, which starts over).
+    `tasks` are experiments of the recall benchmark that are added, or "all"; about a quarter of an hour more.
+    Raises `InputError` for a text that is missing, empty or too short, an unknown stage or task, or a folder that holds a run
+    with other settings (unless `fresh`, which starts over).
     """
     if not 0 < minutes <= 100_000:
         raise InputError(f"minutes is {minutes}; it must be above 0")
     chosen = _choose(stages)
+    cells = _cells(tasks)
     corpus = Corpus.read(text)
     settings = {
         "text": corpus.digest,
@@ -61,6 +67,7 @@ def run(
     corpus.tokenize(out / "tokenizer")
     plan = _plan(out / "plan.json", chosen, corpus, minutes, seed)
     results = [_stage(stage, corpus, plan, out, seed, f"[{i}/{len(chosen)}]") for i, stage in enumerate(chosen, 1)]
+    remembered = _remember(cells, out / "tasks")
     say("untrained memories, chunk sizes, scale card")
     seconds = sum(float(r.get("seconds_in_all", 0)) for r in results) + plan["seconds"]
     final = {
@@ -69,6 +76,7 @@ def run(
         "readout": evaluate.readout([1, 2, 4, 8, 16, 32, 64, 128], seed=seed),
         "chunk_sweep": benchmark.chunk_sweep([8, 16, 32, 64, 128, 256]),
         "scale_card": scale_card(),
+        **({"tasks": remembered} if remembered else {}),
     }
     write_json(out / "results.json", final)
     report.write_report(final, out / "report.html")
@@ -87,13 +95,21 @@ def _choose(names: list[str] | None) -> list[Stage]:
     return [stage for stage in STAGES if names is None or stage.name in names]
 
 
+def _cells(names: list[str] | None) -> list[Cell]:
+    for name in names or []:
+        if name not in (*EXPERIMENTS, "all"):
+            hint = suggestion(name, EXPERIMENTS)
+            raise InputError(f"tasks: {name!r} is not one{hint}; the tasks are {', '.join(EXPERIMENTS)}, or all")
+    return [cell for cell in small() if {cell.experiment, "all"} & set(names or [])]
+
+
 def _claim(out: Path, settings: dict[str, Any], fresh: bool) -> None:
     """Makes the folder this run's own, or refuses a folder that holds something else."""
     path = out / "settings.json"
     if out.exists() and not out.is_dir():
         raise InputError(f"{out}: it is a file; give a folder")
     if fresh and path.exists():
-        for name in ("stages", "models", "tokenizer"):
+        for name in ("stages", "models", "tokenizer", "tasks"):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("plan.json", "settings.json", "results.json", "report.html"):
             (out / name).unlink(missing_ok=True)
@@ -163,6 +179,27 @@ def _stage(stage: Stage, corpus: Corpus, plan: dict[str, Any], out: Path, seed: 
     if result["ok"]:
         write_json(path, result)
     return result
+
+
+# ------------------------------------------------------------------------------------------------------------------ the tasks
+
+
+def _remember(cells: list[Cell], folder: Path) -> list[dict[str, Any]]:
+    """Rows of the recall benchmark: what the folder holds, and the cells with as many of their steps as fit the time."""
+    if not cells:
+        return runner.read(folder)
+    folder.mkdir(exist_ok=True)
+    device, path = torch.device("cpu"), folder / "plan.json"
+    shares = read_json(path) if path.exists() else {}
+    for name in dict.fromkeys(cell.experiment for cell in cells):
+        if name not in shares:
+            say(f"calibrating {name}")
+            shares[name] = runner.fitting([cell for cell in cells if cell.experiment == name], TASK_MINUTES[name], device)
+            write_json(path, shares)
+    planned = [cell for whole in cells for cell in shortened([whole], shares[whole.experiment])]
+    runner.run(planned, folder, device, {"commit": commit(), "machine": benchmark.machine()}, say=say)
+    rows = runner.read(folder)
+    return [*rows, *runner.not_run(planned, rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- the results

@@ -32,6 +32,7 @@ from palimpsest.findings import (
     unsolved,
 )
 from palimpsest.plots import bits, count, duration, escaped, finite, percent, short, size, whole
+from palimpsest.recall import findings as recall
 
 FORMAT = 1  # of the results
 
@@ -48,6 +49,30 @@ def write_report(results: Results, path: Path) -> None:
     write_page(_page(results), path)
 
 
+def write_recall(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes a page on runs of `benchmark recall`: rows of `recall.runner.read` and `not_run`. Errors as `write_report`."""
+    drawn = recall.plots(rows)
+    machines = dict.fromkeys(_machine(row) for row in rows if row["status"] != "not run")
+    machine = "; ".join(machines) or "Nothing was measured"
+    done = sum(row["status"] != "not run" for row in rows)
+    name = "Palimpsest: who remembers what"
+    places = [(plot.ident, plot.question) for plot in drawn] + [
+        ("claims", "What others found, and we"),
+        ("cells", "Every cell"),
+    ]
+    links = "".join(f'<li><a href="#{ident}">{escaped(text)}</a></li>' for ident, text in places)
+    body = [
+        f'<header><h1>{name}</h1><p class="lead">{done} of {len(rows)} cells were run.</p></header>',
+        f'<nav aria-label="Contents"><ul>{links}</ul></nav>',
+        "<main>",
+        *(plot_html(plot, machine) for plot in drawn),
+        section_html(*places[-2], table_html(recall.claims_table(rows))),
+        section_html(*places[-1], table_html(recall.runs_table(rows))),
+        "</main>",
+    ]
+    write_page(document(name, body), path)
+
+
 def write_page(page: str, path: Path) -> None:
     """Writes a page whole or not at all. Raises `InputError` when the file cannot be written."""
     content = page.encode("utf-8", "replace")
@@ -62,7 +87,11 @@ def write_page(page: str, path: Path) -> None:
 
 def _page(results: Results) -> str:
     drawn = all_plots(results)
+    tasks = results.get("tasks") or []
+    drawn += recall.plots(tasks)
     places = [("stages", "The stages side by side"), *((plot.ident, plot.question) for plot in drawn)]
+    claims = [("claims", "What others found, and we")] if tasks else []
+    places += claims
     places += [("scale", "How large is Kimi K3?"), ("each", "The stages one by one"), ("run", "How this was measured")]
     links = "".join(f'<li><a href="#{ident}">{escaped(name)}</a></li>' for ident, name in places)
     name = "Palimpsest: the lineage from GPT-2 to Kimi K3"
@@ -72,6 +101,7 @@ def _page(results: Results) -> str:
         "<main>",
         section_html("stages", places[0][1], table_html(_summary(results))),
         *(plot_html(plot, _machine(results)) for plot in drawn),
+        *(section_html(*place, table_html(recall.claims_table(tasks))) for place in claims),
         section_html("scale", places[-3][1], _scale(results.get("scale_card") or {})),
         section_html("each", places[-2][1], _stages(results)),
         section_html("run", places[-1][1], table_html(_run(results))),

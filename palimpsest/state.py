@@ -70,7 +70,10 @@ class Segments:
         return torch.repeat_interleave(index, counts, output_size=sum(self.new)).unsqueeze(0)
 
     def _make_positions(self) -> Tensor:
-        past = torch.tensor(self.past, dtype=torch.long, device=self.device)
+        if any(self.past):
+            past = torch.tensor(self.past, dtype=torch.long, device=self.device)
+        else:  # made on the device: a graph that is being recorded must not wait for the host
+            past = torch.zeros(len(self.past), dtype=torch.long, device=self.device)
         if self.cu_seqlens is None:
             return past.unsqueeze(1) + torch.arange(self.new[0] if self.new else 0, device=self.device)
         offset = past - self.cu_seqlens[:-1].to(past)

@@ -149,14 +149,21 @@ def linear_attention(
     k: Tensor,
     v: Tensor,
     *,
+    g: Tensor | None = None,
     scale: float | None = None,
     state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     chunk_size: int = 64,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Additive memory: S = S + k_t v_t^T, o_t = S^T (scale q_t). Feature map and normaliser belong to the caller."""
-    return _run(q, k, v, None, None, scale, state, cu_seqlens, chunk_size, backend, False, False)
+    """Additive memory: S = S + k_t v_t^T, o_t = S^T (scale q_t). Feature map and normaliser belong to the caller.
+
+    With g [B,T,HV] <= 0 the memory fades before each write, S = exp(g_t) S + k_t v_t^T: forgetting without the delta rule,
+    as in Mamba-2 (arXiv 2405.21060).
+    """
+    if g is not None:
+        _check_shape("g", g, _value_shape(v))
+    return _run(q, k, v, g, None, scale, state, cu_seqlens, chunk_size, backend, False, False)
 
 
 def kda_gate(z: Tensor, A_log: Tensor, dt_bias: Tensor | None, lower_bound: float | None = None) -> Tensor:

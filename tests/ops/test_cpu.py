@@ -51,6 +51,13 @@ def test_is_the_token_loop(op: str, decay: float, instruction_set: str) -> None:
         check(op, make_inputs(op, tokens, decay=decay, seed=tokens))
 
 
+def test_additive_memory_that_fades(instruction_set: str) -> None:
+    for decay, tokens in itertools.product((-0.1, -5.0, -50.0), TOKENS):
+        inputs = make_inputs("gated_delta_rule", tokens, decay=decay, seed=tokens)
+        del inputs["beta"]
+        check("linear_attention", inputs)
+
+
 @pytest.mark.parametrize("op", ARGUMENTS)
 def test_sizes(op: str, instruction_set: str) -> None:
     """Key and value channels that fill vectors, blocks and neither; several value heads to a key head."""

@@ -77,6 +77,24 @@ def test_strong_constant_decay(rate: float) -> None:
         check_chunked(op, inputs, (16, 64))
 
 
+@pytest.mark.parametrize("decay", [-0.1, -5.0, -50.0])
+def test_additive_memory_that_fades(decay: float) -> None:
+    """Forgetting without the delta rule: linear attention with a decay per head."""
+    inputs: Inputs = {}
+    for tokens in LENGTHS:
+        inputs = make_inputs("gated_delta_rule", tokens, decay=decay, batch=2, seed=tokens)
+        del inputs["beta"]
+        check_chunked("linear_attention", inputs)
+    q, k, v, g, state = (inputs[name].double() for name in ("q", "k", "v", "g", "state"))
+    o, _ = ops.linear_attention(q, k, v, g=g, state=state)
+    s = state[1, 3].clone()
+    for t in range(3):
+        s = g[1, t, 3].exp() * s + torch.outer(k[1, t, 1], v[1, t, 3])
+        assert relative(o[1, t, 3], s.T @ q[1, t, 1] * 6**-0.5) < 1e-12
+    with pytest.raises(ValueError, match=r"g has shape \[2, 200, 4, 1\]; expected \[2, 200, 4\]"):
+        ops.linear_attention(q, k, v, g=g.unsqueeze(-1))
+
+
 @pytest.mark.parametrize("op", ARGUMENTS)
 def test_head_sizes(op: str) -> None:
     for seed, (key_dim, value_dim, heads, value_heads) in enumerate(

@@ -51,6 +51,13 @@ def test_is_the_token_loop(op: str, decay: float) -> None:
         check(op, sized(op, tokens, decay=decay, seed=tokens))
 
 
+def test_additive_memory_that_fades() -> None:
+    for decay, tokens in itertools.product((-0.1, -5.0, -50.0), (1, 9, 64, 130)):
+        inputs = sized("gated_delta_rule", tokens, decay=decay, seed=tokens)
+        del inputs["beta"]
+        check("linear_attention", inputs)
+
+
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(1, 1), (3, 17), (20, 33), (32, 64), (96, 32), (128, 16), (16, 128)])
 def test_sizes(key_dim: int, value_dim: int) -> None:
     for op in ARGUMENTS if key_dim * value_dim <= 1024 else ("kda", "gated_delta_rule"):

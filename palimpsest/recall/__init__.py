@@ -1,0 +1,1 @@
+"""Who remembers what: small models on synthetic tasks, cell by cell."""
