@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from palimpsest.report import write_recall
 from palimpsest.state import Segments
 from palimpsest.tasks import MQAR, Palindrome, Stack
 from tests.conftest import blocks_of, relative
+from tests.test_report import make_results, render
 
 CPU = torch.device("cpu")
 EASY = Palindrome(2, 4)
@@ -397,6 +399,15 @@ def test_the_page(tmp_path: Path) -> None:
     empty = findings.plots(runner.not_run(cells.small(), []))
     assert all("Nothing was run." in plot.finding for plot in empty) and len(empty) == 5
     write_recall(runner.not_run(cells.small(), []), tmp_path / "empty.html")
+
+
+def test_a_lineages_report_has_the_tasks_when_they_were_run(tmp_path: Path) -> None:
+    without, _ = render(make_results(), tmp_path)
+    page, _ = render({**make_results(), "tasks": some_rows()}, tmp_path)
+    assert page.count('<svg class="plot"') == without.count('<svg class="plot"') + 3
+    assert "What others found, and we" in page and "What others found" not in without
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(set(ids)) == len(ids)
 
 
 def points_of(plot: Any, name: str) -> list[tuple[float, float]]:
