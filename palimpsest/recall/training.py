@@ -152,9 +152,9 @@ class Training:
         hidden, _ = self.model.hidden(ids)
         picked = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         loss = F.cross_entropy(self.model.logits(picked).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        if self.cell.reads_text:
+        if self.cell.text_weight:
             logits = self.model.logits(hidden[:, :-1])
-            loss = loss + F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss = loss + self.cell.text_weight * F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         return loss
 
 
