@@ -31,7 +31,7 @@ from palimpsest.trial import BATCH, RecallTraining, build, measure, say, train_c
 
 # Shares of the minutes: what is left goes to measuring, and to a machine that is slower later than at calibration.
 TEXT_SHARE, RECALL_SHARE = 0.5, 0.22
-TASK_MINUTES = {"frontier": 6.0, "learning": 5.0, "needles": 4.0}
+TASK_MINUTES = {"frontier": 7.0, "learning": 5.0, "needles": 3.0}
 
 
 def run(

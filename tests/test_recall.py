@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from palimpsest.report import write_recall
 from palimpsest.state import Segments
 from palimpsest.tasks import MQAR, Palindrome, Stack
 from tests.conftest import blocks_of, relative
+from tests.test_report import make_results, render
 
 CPU = torch.device("cpu")
 EASY = Palindrome(2, 4)
@@ -98,9 +100,9 @@ def test_the_loss_is_that_of_the_scored_ids() -> None:
     assert int((targets == -100).sum()) > 0, "rows have different numbers of pops"
     expected = training.model(ids, labels=labels).loss
     assert relative(training._loss(ids, at, targets), expected) < 1e-6
-    reader = work.Training(cell(train=(task,), test={"stack": task}, probe=("stack",), reads_text=True), CPU)
+    reader = work.Training(cell(train=(task,), test={"stack": task}, probe=("stack",), text_weight=0.5), CPU)
     text = reader.model(ids, labels=ids).loss
-    assert relative(reader._loss(ids, at, targets), expected + text) < 1e-6
+    assert relative(reader._loss(ids, at, targets), expected + 0.5 * text) < 1e-6
 
 
 def test_a_cell_is_learned_and_says_when() -> None:
@@ -397,6 +399,15 @@ def test_the_page(tmp_path: Path) -> None:
     empty = findings.plots(runner.not_run(cells.small(), []))
     assert all("Nothing was run." in plot.finding for plot in empty) and len(empty) == 5
     write_recall(runner.not_run(cells.small(), []), tmp_path / "empty.html")
+
+
+def test_a_lineages_report_has_the_tasks_when_they_were_run(tmp_path: Path) -> None:
+    without, _ = render(make_results(), tmp_path)
+    page, _ = render({**make_results(), "tasks": some_rows()}, tmp_path)
+    assert page.count('<svg class="plot"') == without.count('<svg class="plot"') + 3
+    assert "What others found, and we" in page and "What others found" not in without
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(set(ids)) == len(ids)
 
 
 def points_of(plot: Any, name: str) -> list[tuple[float, float]]:

@@ -72,7 +72,7 @@ def fitting(cells: Sequence[Cell], minutes: float, device: torch.device) -> floa
             training.last_loss()
             step = (time.perf_counter() - began) / 6
             began = time.perf_counter()
-            training.accuracy(cell.examples // 4)
+            training.accuracy(cell.examples // 4, cell.probe)
             times[kind] = cell.steps * step + (cell.steps // cell.every + 4) * (time.perf_counter() - began)
     needed = sum(times[cell.mixer, cell.task, cell.width] for cell in cells)
     return min(1.0, 60 * minutes / needed)

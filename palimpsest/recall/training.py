@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class Training:
                 fused=True,
                 capturable=self.on_gpu,
             )
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate  # the very tensor: a recorded step reads it anew
             self.generator = torch.Generator(device).manual_seed(cell.seed + 1)
             self.pools: dict[Task, tuple[int, Rows]] = {}
             self.warm: dict[Task, int] = {}
@@ -69,11 +72,12 @@ class Training:
                 self._step(self.cell.train[self.done % len(self.cell.train)])
                 self.done += 1
 
-    def accuracy(self, examples: int) -> dict[str, dict[str, float]]:
-        """Every test by its label: {accuracy, rows}."""
+    def accuracy(self, examples: int, labels: Iterable[str]) -> dict[str, dict[str, float]]:
+        """The tests of these labels: {accuracy, rows}."""
         with self._here():
             found = {}
-            for label, task in self.cell.test.items():
+            for label in labels:
+                task = self.cell.test[label]
                 generator = torch.Generator(self.device).manual_seed(TEST_SEED)
                 result = score(self.model, task, examples, generator, BATCH)
                 found[label] = {"accuracy": result.accuracy, "rows": result.rows}
@@ -152,9 +156,9 @@ class Training:
         hidden, _ = self.model.hidden(ids)
         picked = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         loss = F.cross_entropy(self.model.logits(picked).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
-        if self.cell.reads_text:
+        if self.cell.text_weight:
             logits = self.model.logits(hidden[:, :-1])
-            loss = loss + F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss = loss + self.cell.text_weight * F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         return loss
 
 
@@ -182,7 +186,7 @@ class Curve:
         return done >= self.cell.steps or self.status != "finished"
 
     def add(self, training: Training) -> None:
-        tests = training.accuracy(self.cell.examples // 4)
+        tests = training.accuracy(self.cell.examples // 4, self.cell.probe)
         accuracy = sum(tests[label]["accuracy"] for label in self.cell.probe) / len(self.cell.probe)
         loss = training.last_loss()
         self.points.append({"step": training.done, "accuracy": accuracy, "loss": loss})
@@ -192,7 +196,7 @@ class Curve:
             self.status = "solved"
 
     def result(self, training: Training) -> dict[str, Any]:
-        tests = training.accuracy(self.cell.examples)
+        tests = training.accuracy(self.cell.examples, self.cell.test)
         for label, found in tests.items():
             found["chance"] = self.cell.test[label].chance
         longest = max(task.length for task in self.cell.test.values())
