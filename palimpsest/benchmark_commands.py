@@ -59,12 +59,13 @@ def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
         raise InputError(f"benchmark gpu: cannot run here: {reason if not runs else 'there is no CUDA device'}")
     say = partial(print, flush=True)
     rows: list[dict[str, Any]] = []
+    about = {**_about(), "device": benchmark_gpu.device()}  # asked now: a fault on the way would leave no device to ask
     try:
         for row in itertools.chain(benchmark_gpu.all_tables(), peers_gpu.tables() if peers else ()):
             rows.append(row)
             say(benchmark_gpu.line(row))
     finally:  # what was measured before Ctrl-C is kept
-        write_json(out, {**_about(), "device": benchmark_gpu.device(), "rows": rows})
+        write_json(out, {**about, "rows": rows})
 
 
 @benchmark.command

@@ -156,9 +156,14 @@ def clean(run: Path) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file; a file that was there is replaced at one moment."""
+    """Writes a JSON file, as `write_text` does."""
+    write_text(path, _json(values))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file; one that was there is replaced at one moment."""
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    temporary.write_text(_json(values), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
     flush(temporary)
     os.replace(temporary, path)
     flush(path.parent)

@@ -32,13 +32,17 @@ class KDA(GatedDeltaNet):
         self.dt_bias = nn.Parameter(torch.zeros(channels, dtype=torch.float32))
         self.lower_bound = config.gate_lower_bound
 
+    def raw_gate(self, x: Tensor) -> Tensor:
+        """What the gate is made of, [B,T,HV,K]."""
+        return self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.value_heads, self.key_dim))
+
     def log_decay(self, x: Tensor) -> Tensor:
         """g [B,T,HV,K], as the operation forms it inside."""
-        raw = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.value_heads, self.key_dim))
+        raw = self.raw_gate(x)
         return ops.kda_gate(raw, self.A_log, self.dt_bias, self.lower_bound)
 
     def remember(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-        raw = self.f_b_proj(self.f_a_proj(x)).unflatten(-1, (self.value_heads, self.key_dim))
+        raw = self.raw_gate(x)
         return remembered(
             ops.kda,
             segments,

@@ -199,7 +199,7 @@ def l2norm(x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis: arithmetic in float32 (float64 when x is), result in x's dtype."""
-    if x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 0 < x.numel() <= FEW and _compiled(x, weight):
+    if x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 0 < x.numel() <= FEW and cpu.serves(x, weight):
         return cpu.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     dtype = _compute_dtype(x)
     return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
@@ -208,16 +208,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `attend` takes these: on a CPU with the compiled backend, of one dtype, and no gradient wanted."""
     same = q.is_cpu and q.dtype in (torch.float32, torch.bfloat16) and q.dtype is k.dtype is v.dtype
-    return same and k.stride(3) == v.stride(3) == 1 and _compiled(q, k, v)
-
-
-def _compiled(*tensors: Tensor) -> bool:
-    """Whether the compiled backend is here and nothing but the result is asked of it."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return False
-    return cpu.library()[0] is not None
+    return same and k.stride(3) == v.stride(3) == 1 and cpu.serves(q, k, v)
 
 
 def choose(

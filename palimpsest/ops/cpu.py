@@ -80,6 +80,16 @@ def library() -> tuple[Any, str]:
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
 
 
+def serves(*tensors: Tensor) -> bool:
+    """Whether the library is here and nothing but a result is asked of it: no gradient, graph or autocast, and no tensor
+    that is cut over processes, which DTensor knows what to do with."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    if any(hasattr(x, "device_mesh") for x in tensors) or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    return library()[0] is not None
+
+
 def refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> str | None:
     """Why these inputs are not for this backend, or None."""
     if device.type != "cpu":

@@ -229,7 +229,7 @@ INLINE void gather(const float *weights, const Number *values, int64_t row, int6
         for (int64_t s = 0; s < count; ++s) o[c] += weights[s] * widened(values[s * row + c]);
 }
 
-INLINE int64_t padded(int64_t floats) { return (floats + LANES) / LANES * LANES; }
+INLINE int64_t padded(int64_t floats) { return (floats + LANES - 1) / LANES * LANES; }
 
 // Heads [first, last) of one sequence. Heads lie beside one another in memory, so a few rows of all pass before the next few.
 template <typename Number>

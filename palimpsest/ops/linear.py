@@ -73,10 +73,4 @@ def q8_0_matmul(x: Tensor, code: Tensor, scale: Tensor, bias: Tensor | None = No
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    if hasattr(weight, "device_mesh"):
-        return False  # cut over processes: DTensor knows what to do
-    if not (x.is_cpu and 0 < x.numel() <= FEW * x.shape[-1]):
-        return False
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return False
-    return cpu.library()[0] is not None and not torch.is_autocast_enabled("cpu")
+    return x.is_cpu and 0 < x.numel() <= FEW * x.shape[-1] and cpu.serves(x, weight)

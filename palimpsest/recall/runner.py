@@ -7,7 +7,6 @@ at work begin anew.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from palimpsest.checkpoint import write_text
 from palimpsest.config import InputError
 from palimpsest.progress import interrupts
 from palimpsest.recall.cells import EXPERIMENTS, Cell
@@ -159,9 +159,7 @@ def _place(cell: Cell) -> Row:
 def _append(path: Path, row: Row) -> None:
     """Whole or not at all: the file is written anew beside the old one."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(before + json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_text(path, before + json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def _line(row: Row) -> str:
