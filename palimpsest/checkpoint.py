@@ -161,12 +161,22 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file; one that was there is replaced at one moment."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
-    flush(temporary)
-    os.replace(temporary, path)
-    flush(path.parent)
+    """Writes a file, whole or not at all; one that was there is replaced at one moment.
+
+    Raises InputError when it cannot be written. Of two processes that write the same file, the later one's stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
+    try:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
+        flush(temporary)
+        os.replace(temporary, path)
+        flush(path.parent)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose a folder you may write to") from None
+    finally:
+        # Where it could not be made it cannot be removed either, and the reason is told already.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing

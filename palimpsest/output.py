@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from palimpsest.checkpoint import write_text
 from palimpsest.config import InputError
 
 Json = Annotated[Path | None, Parameter(name="--json", help="Also write the numbers to this JSON file.")]
@@ -17,9 +17,7 @@ Json = Annotated[Path | None, Parameter(name="--json", help="Also write the numb
 def write_json(path: Path | None, values: Any) -> None:
     """Writes numbers where `--json` asked for them."""
     if path is not None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def check_json(path: Path | None) -> None:

@@ -6,13 +6,13 @@ The page: what was found, the stages side by side, one section a plot, the scale
 from __future__ import annotations
 
 import importlib.resources
-import os
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from palimpsest import plots
+from palimpsest.checkpoint import write_text
 from palimpsest.config import InputError
 from palimpsest.findings import (
     UNMEASURED,
@@ -75,14 +75,7 @@ def write_recall(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def write_page(page: str, path: Path) -> None:
     """Writes a page whole or not at all. Raises `InputError` when the file cannot be written."""
-    content = page.encode("utf-8", "replace")
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose a folder you may write to") from None
+    write_text(path, page.encode("utf-8", "replace").decode())
 
 
 def _page(results: Results) -> str:

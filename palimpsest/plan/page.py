@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.resources
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from palimpsest.config import InputError
+from palimpsest.checkpoint import write_text
 from palimpsest.plan import Plan, table
 from palimpsest.plan.memory import crossover_tokens
 from palimpsest.plan.units import tokens_text
@@ -22,14 +21,7 @@ QUESTIONS = (
 
 def write(plans: Sequence[Plan], swept: Sequence[dict[str, Any]], claims: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes the page, whole or not at all. Raises InputError when the file cannot be written or matplotlib is missing."""
-    page = _page(plans, swept, claims).encode("utf-8")
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(page)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"{path}: cannot be written ({error.strerror}); choose a folder you may write to") from None
+    write_text(path, _page(plans, swept, claims))
 
 
 def _page(plans: Sequence[Plan], swept: Sequence[dict[str, Any]], claims: Sequence[dict[str, Any]]) -> str:
