@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from cyclopts import Parameter
 
 from palimpsest.benchmark_commands import benchmark
 from palimpsest.config import InputError, SamplingConfig
-from palimpsest.output import Json, check_json, write_json
+from palimpsest.output import Json, Text, check_json, write_json
 from palimpsest.plan.command import plan
 from palimpsest.serving_commands import chat, serve
 from palimpsest.training_commands import evaluate, report, tokenize, train
@@ -28,18 +30,26 @@ app = cyclopts.App(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows another; no reason to stop
     try:
         status = app(
             list(sys.argv[1:] if argv is None else argv), exit_on_error=False, print_error=False, result_action="return_value"
         )
+        sys.stdout.flush()  # here, where it can still be said that it fails
         return status if isinstance(status, int) else 0
     except (cyclopts.CycloptsError, InputError) as error:
         return _complain(error, 2)
-    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        return _complain(f"{error.filename}: {error.strerror}; check the path", 2)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.filename is not None:
+            return _complain(f"{error.filename}: {error.strerror}; check the path", 2)
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        return _complain("the output: no space is left where it goes; make room", 2)
     except KeyboardInterrupt:
         return _complain("interrupted; what was finished is kept", 130)
     except Exception as error:
@@ -48,6 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, TrainingFailed):
             return _complain(error, 1)
         raise
+
+
+def _drop_output() -> None:
+    """What is still to be written goes nowhere; otherwise Python complains of it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(error: object, status: int) -> int:
@@ -109,7 +124,7 @@ def lineage(
 @app.command
 def generate(
     folder: Path,
-    prompts: list[str] | None = None,
+    prompts: Annotated[list[str] | None, Text] = None,
     /,
     *,
     prompt_file: Path | None = None,
@@ -118,7 +133,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 0.95,
     seed: int | None = None,
-    stop: list[str] | None = None,
+    stop: Annotated[list[str] | None, Text] = None,
     dtype: Literal["f32", "bf16", "f16", "q8_0"] | None = None,
     json: Json = None,
 ) -> None:
@@ -153,7 +168,7 @@ def generate(
         try:
             texts.append(prompt_file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
-            raise InputError(f"{prompt_file}: not UTF-8 at byte {error.start}") from None
+            raise InputError(f"{prompt_file}: not UTF-8 at byte {error.start}; convert it") from None
     sampling = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed, tuple(stop or ()))
     from palimpsest.generate import generate as draw
     from palimpsest.generate import stream

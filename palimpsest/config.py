@@ -42,7 +42,8 @@ class _Config:
             value = getattr(self, field.name)
             coerced = _coerce(value, hints[field.name])
             if coerced is _WRONG:
-                wanted = _describe(hints[field.name])
+                is_huge = isinstance(value, int) and not -MOST <= value < MOST
+                wanted = "below 2**63" if is_huge else _describe(hints[field.name])
                 raise InputError(f"{self._label}: {field.name} is {value!r}; it must be {wanted}")
             object.__setattr__(self, field.name, coerced)
         self._check()
@@ -82,6 +83,7 @@ class _Config:
 
 
 _WRONG = object()
+MOST = 2**63  # whole numbers are below it, as in tensors and files
 
 
 def _coerce(value: Any, hint: Any) -> Any:
@@ -100,10 +102,10 @@ def _coerce(value: Any, hint: Any) -> Any:
             return _WRONG
         items = tuple(_coerce(item, typing.get_args(hint)[0]) for item in value)
         return _WRONG if _WRONG in items else items
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if hint is int and isinstance(value, bool):
+    if hint in (int, float) and isinstance(value, int) and (isinstance(value, bool) or not -MOST <= value < MOST):
         return _WRONG
+    if hint is float and isinstance(value, int):
+        return float(value)
     if isinstance(value, float) and not math.isfinite(value):
         return _WRONG
     return value if isinstance(value, hint) else _WRONG

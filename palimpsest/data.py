@@ -284,7 +284,7 @@ def _jsonl_pieces(path: Path, errors: Errors) -> Iterator[tuple[str, str, bool]]
                 text = row["text"].encode("utf-16", "surrogatepass").decode("utf-16", errors)
             except UnicodeDecodeError:
                 what = '"text" escapes half of a surrogate pair'
-                raise InputError(f"{name}: {what}; correct it, or replace it (errors='replace')") from None
+                raise InputError(f"{name}: {what}; correct it, or replace it (encoding_errors = 'replace')") from None
             yield name, text, True
 
 
@@ -321,7 +321,7 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _not_utf8(where: Path | str, offset: int) -> InputError:
-    return InputError(f"{where}: not UTF-8 at byte {offset}; convert it, or replace such bytes (errors='replace')")
+    return InputError(f"{where}: not UTF-8 at byte {offset}; convert it, or replace such bytes (encoding_errors = 'replace')")
 
 
 class Batches:

@@ -139,7 +139,7 @@ def texts(
     """
     check_tokenizer(model, tokenizer)
     limit = model.config.max_position_embeddings if model.config.position == "learned" else None
-    window = window or min(WINDOW, limit or WINDOW)
+    window = min(WINDOW, limit or WINDOW) if window is None else window
     if window < 2 or (limit is not None and window > limit):
         raise InputError(f"window is {window}; give 2 tokens or more{'' if limit is None else f', here up to {limit}'}")
     rows = [_encoded(tokenizer, name, text) for name, text in documents]

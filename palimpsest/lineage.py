@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from palimpsest import benchmark, data, evaluate, report
+from palimpsest import benchmark, data, evaluate, report, run_folder
 from palimpsest.checkpoint import read_json, write_json
 from palimpsest.config import InputError, ModelConfig, suggestion
 from palimpsest.corpus import CONTEXT, Corpus
@@ -61,7 +61,12 @@ def run(
         "stages": [s.name for s in chosen],
         "format": 1,
     }
-    _claim(out, settings, fresh)
+    with run_folder.alone(out):
+        _claim(out, settings, fresh)
+        return _run(corpus, chosen, cells, minutes, out, seed)
+
+
+def _run(corpus: Corpus, chosen: list[Stage], cells: list[Cell], minutes: float, out: Path, seed: int) -> int:
     keep_memory()
     began = time.perf_counter()
     corpus.tokenize(out / "tokenizer")
@@ -106,8 +111,6 @@ def _cells(names: list[str] | None) -> list[Cell]:
 def _claim(out: Path, settings: dict[str, Any], fresh: bool) -> None:
     """Makes the folder this run's own, or refuses a folder that holds something else."""
     path = out / "settings.json"
-    if out.exists() and not out.is_dir():
-        raise InputError(f"{out}: it is a file; give a folder")
     if fresh and path.exists():
         for name in ("stages", "models", "tokenizer", "tasks"):
             shutil.rmtree(out / name, ignore_errors=True)
@@ -121,7 +124,7 @@ def _claim(out: Path, settings: dict[str, Any], fresh: bool) -> None:
         return
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out}: the folder is not empty and holds no lineage run; give another --out")
-    (out / "stages").mkdir(parents=True)
+    (out / "stages").mkdir()
     write_json(path, settings)
 
 

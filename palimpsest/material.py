@@ -32,7 +32,7 @@ def make_tokenizer(name: str, text: list[Path], errors: Errors) -> Tokenizer:
     if not name.startswith("bpe:"):
         return Tokenizer.from_file(name)
     size = name.removeprefix("bpe:")
-    if not size.isdecimal() or not 257 <= int(size) <= 1_000_000:
+    if not size.isdecimal() or len(size) > 7 or not 257 <= int(size) <= 1_000_000:
         raise InputError(f"tokenizer is {name!r}; write bpe:SIZE with a vocabulary of 257 to 1000000 ids")
     print("learning the byte-pair encoding", file=sys.stderr)
     return Tokenizer.train((part for _, part in data.read_text(text, errors)), int(size))

@@ -88,8 +88,10 @@ def inspect(path: Path) -> dict[str, Any]:
     """What a published folder or a GGUF file holds, checked from headers; no tensor is read."""
     if path.is_file() and path.suffix == ".gguf":
         return gguf.open_file(path).listing()
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder; check the path")
     if not is_published(path):
-        raise InputError(f"{path}: not a published folder; give a place to write one to")
+        raise InputError(f"{path}: neither a published folder nor a .gguf file; name a place to write it to as one")
     return folder.open_folder(path).listing()
 
 

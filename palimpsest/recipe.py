@@ -20,12 +20,14 @@ is named; `chat = "chats.jsonl"` in [data] in place of text, to learn answers (c
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
 import textwrap
 import time
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +49,9 @@ from palimpsest.train import Trainer, Work
 KINDS = ("text", "chat", "tokens")
 DATA = (*KINDS, "tokenizer", "validation_share", "encoding_errors")
 TABLES = ("model", "data", "train", "mesh", "lora")
+
+
+Note = Callable[[dict[str, Any], int], None]  # takes a record, and the step that the run went on from
 
 
 @dataclass(frozen=True)
@@ -146,6 +151,12 @@ class Recipe:
             raise InputError(f"{out}: not an empty folder; resume the run in it with --resume, or give another --out")
         world.wait()  # until all have seen the folder as it was
         existed = out.exists()
+        with run_folder.alone(out) if world.is_main else contextlib.nullcontext():
+            return self._run(out, existed, resume, until, world, write)
+
+    def _run(
+        self, out: Path, existed: bool, resume: bool, until: float | None, world: World, write: Note | None
+    ) -> dict[str, Any]:
         trainer = None
         try:
             trainer = self._trainer(out, resume, world)
@@ -166,6 +177,8 @@ class Recipe:
             if not forecast.is_out_of_memory(error):
                 raise
             config = self._begin(out, True)[1]
+            if not resume and trainer is None and world.is_main:
+                self._undo(out, existed)  # so that the same folder can be given with what fits
             raise TrainingFailed(forecast.advice(config, self.train, world.device, world.size)) from error
         result = {
             "folder": str(out),
@@ -303,8 +316,8 @@ class Recipe:
 def _tables(path: Path) -> dict[str, Any]:
     """The tables of a run file."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # besides what tomllib says: not UTF-8, thousands of digits or brackets
         raise InputError(f"{path}: not valid TOML ({error})") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the path") from None

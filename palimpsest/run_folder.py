@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,37 @@ from palimpsest.config import InputError, TrainConfig
 from palimpsest.optim import shared_steps
 
 RUN, METRICS, PIECES = "run.json", "metrics.jsonl", "pieces.json"
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """While it lasts, no other process of this machine works in the folder, which is made if it is not there.
+
+    Raises InputError where one does, and for a file. The system frees the folder of a process that dies. On Windows nothing
+    is checked.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: it is a file; give a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
+    if descriptor is None:
+        yield
+        return
+    try:
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder}: another process is at work in it; wait for its end, or give another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
@@ -100,8 +132,8 @@ def trim_metrics(path: Path, steps: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
             if json.loads(line)["step"] <= steps:
-                kept.append(line + "\n")
+                kept.append(line.decode() + "\n")
     checkpoint.write_text(path, "".join(kept))

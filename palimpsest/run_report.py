@@ -50,12 +50,12 @@ def read(folders: Sequence[Path]) -> list[Run]:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     records = []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if isinstance(record, dict) and finite(record.get("tokens")) is not None:
             records.append(record)

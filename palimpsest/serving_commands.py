@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from palimpsest.config import InputError
+from palimpsest.output import Text
 from palimpsest.plan import units
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    name: str | None = None,
+    name: Annotated[str | None, Text] = None,
     api_key: Annotated[str | None, Parameter(env_var=KEY_VARIABLE)] = None,
     memory: str | None = None,
     prefix_memory: str = "1GB",
@@ -131,7 +132,7 @@ def chat(
     folder: Path,
     /,
     *,
-    system: str | None = None,
+    system: Annotated[str | None, Text] = None,
     max_new_tokens: int = 512,
     temperature: float = 0.8,
     top_k: int = 0,

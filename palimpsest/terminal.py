@@ -23,9 +23,13 @@ def talk(conversation: Conversation, sampling: SamplingConfig) -> None:
     while True:
         try:
             line = input("> ").strip()
+            line.encode()  # in some locales bytes that are not UTF-8 arrive as halves of surrogate pairs
         except EOFError:
             print()
             return
+        except UnicodeError:
+            print("that was not UTF-8 and is left out; set the terminal to UTF-8", flush=True)
+            continue
         if line == "/quit":
             return
         try:
@@ -55,7 +59,10 @@ def answer(conversation: Conversation, text: str, sampling: SamplingConfig) -> N
 def command(conversation: Conversation, line: str) -> str:
     """What a slash command answers; InputError for one that does not exist or lacks its file."""
     name, _, argument = line.partition(" ")
-    path = Path(argument.strip()).expanduser()
+    try:
+        path = Path(argument.strip()).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{argument.strip()}: {error}; write the folder out") from None
     if name == "/help":
         return HELP
     if name == "/memory":

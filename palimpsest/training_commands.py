@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from palimpsest.config import InputError, TrainConfig
-from palimpsest.output import Json, check_json, write_json
+from palimpsest.output import Json, Text, check_json, write_json
 
 if TYPE_CHECKING:
     TrainFlags = TrainConfig
@@ -125,8 +126,8 @@ def train(
             raise InputError("train needs a run file, or --preset and --text; see `palimpsest train --help`")
         overrides = dict(_assignment(item) for item in set or [])
         recipe = Recipe(preset, overrides, TrainConfig(**_given(settings)), text, tokenizer, 0.1, encoding_errors).checked()
-    if minutes is not None and minutes < 0:
-        raise InputError(f"--minutes is {minutes}; it must not be negative")
+    if minutes is not None and not 0 <= minutes < math.inf:
+        raise InputError(f"--minutes is {minutes}; it must be a number, and not negative")
     if dry_run:
         facts = recipe.rehearse()
         print(render(facts))
@@ -166,7 +167,7 @@ def _assignment(item: str) -> tuple[str, Any]:
         return name, None
     try:
         return name, tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return name, value
 
 
@@ -221,8 +222,8 @@ def report(
     *,
     out: Path = Path("report.html"),
     inside: Path | None = None,
-    prompt: str | None = None,
-    answer: str | None = None,
+    prompt: Annotated[str | None, Text] = None,
+    answer: Annotated[str | None, Text] = None,
     json: Json = None,
 ) -> None:
     """Draw training runs over one another, or what a model does with a prompt, as one HTML file.
@@ -245,6 +246,7 @@ def report(
         A part of the prompt, the last of its kind, whose tokens are followed; without it the first token.
     """
     check_json(json)
+    check_json(out, "--out")
     if inside is None:
         if prompt is not None or answer is not None or not runs:
             raise InputError("report: give folders of runs, or --inside MODEL with --prompt TEXT")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import palimpsest as pal
-from palimpsest import checkpoint
+from palimpsest import checkpoint, output, run_folder
 from palimpsest.cli import main
 from palimpsest.optim import TrainingFailed
 from palimpsest.tokenizer import Tokenizer
@@ -94,6 +96,29 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     ("an unknown stage", ["lineage", "--text", "text.txt", "--stages", "gpt3", "--out", "run"], "'gpt3' is not a stage.*gpt2"),
     ("no minutes", ["lineage", "--text", "text.txt", "--minutes", "0", "--out", "run"], "minutes is 0"),
     ("a text too short", ["lineage", "--text", "text.txt", "--out", "run"], "bytes of text; give at least"),
+    ("a number of thousands of digits", ["train", "digits.toml", "--out", "run"], "digits.toml: not valid TOML"),
+    ("thousands of brackets", ["train", "deep.toml", "--out", "run"], "deep.toml: not valid TOML"),
+    ("a run file that is not text", ["train", "bytes.txt", "--out", "run"], "bytes.txt: not valid TOML"),
+    (
+        "a number too large for a tensor",
+        train("--set", "hidden_size=99999999999999999999"),
+        r"is 9+; .*below 2\*\*63",
+    ),
+    ("a rate too large for a float", train("--learning-rate", "1e999"), "learning_rate is inf"),
+    ("a field of thousands of brackets", train("--set", "hidden_size=" + 9999 * "["), "hidden_size is '"),
+    ("a vocabulary of thousands of digits", train("--tokenizer", "bpe:" + 9999 * "9"), "write bpe:SIZE"),
+    ("minutes that are no number", ["train", "run.toml", "--out", "run", "--minutes", "nan"], "--minutes is nan"),
+    ("a prompt that is not UTF-8", ["generate", "model", "a\udcffb"], "not UTF-8 at character 1"),
+    ("a stop that is not UTF-8", ["generate", "model", "a", "--stop", "\udcff"], "not UTF-8 at character 0"),
+    ("a report into no folder", ["report", "full", "--out", "no/page.html"], "--out no/page.html"),
+    ("a benchmark onto a folder", ["benchmark", "cpu", "--out", "full"], "--out full"),
+    ("a soak without an end", ["benchmark", "serve", "--out", "a.json", "--soak-s", "inf"], "--soak-s is inf"),
+    ("a page onto a folder", ["plan", "kda-tiny", "--html", "full"], "--html full"),
+    ("a calibration of thousands of brackets", ["plan", "kda-tiny", "--device", "deep.toml"], "deep.toml: not a calibration"),
+    ("a path as long as no path", ["generate", "m" * 999, "a"], "m: "),
+    ("nothing to look into", ["convert", "gone"], "gone: no such file or folder"),
+    ("a folder of something else", ["convert", "full"], "full: neither a published folder nor a .gguf file"),
+    ("a window of no tokens", ["evaluate", "model", "text.txt", "--window", "0"], "window is 0"),
     ("a lineage into another folder", ["lineage", "--text", "long.txt", "--out", "full"], "full: the folder is not empty"),
 ]
 
@@ -108,6 +133,8 @@ def test_mistakes(argv: list[str], line: str, place: Path, capsys: pytest.Captur
     (place / "full").mkdir()
     (place / "full" / "notes.txt").write_text("mine")
     (place / "broken.toml").write_text("[model\n")
+    (place / "digits.toml").write_text(RUN_FILE.replace("2", 9999 * "2"))
+    (place / "deep.toml").write_text("a = " + 9999 * "[")
     (place / "run.toml").write_text(RUN_FILE)
     (place / "table.toml").write_text(RUN_FILE.replace("[train]", "[trian]"))
     (place / "key.toml").write_text(RUN_FILE.replace("steps", "stepps"))
@@ -216,6 +243,62 @@ def test_a_closed_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.dup2", lambda *_: None)
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
     assert main(["doctor"]) == 0
+
+
+def test_a_folder_is_one_process_at_a_time(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if os.name == "nt":
+        pytest.skip("folders are not locked on Windows")
+    (place / "long.txt").write_text(TEXT * 20)
+    lineage = ["lineage", "--text", "long.txt", "--stages", "gpt2", "--minutes", "0.01", "--out", "run"]
+    recall = ["benchmark", "recall", "--minutes", "0.0001", "--out", "run", "--report", "page.html"]
+    with run_folder.alone(place / "run"):
+        for argv in (train(), lineage, recall):
+            assert "run: another process is at work in it" in complaint(argv, capsys)
+        assert list((place / "run").iterdir()) == []
+    with run_folder.alone(place / "run"):  # free again
+        pass
+    with pytest.raises(pal.InputError, match=r"text.txt: it is a file"), run_folder.alone(place / "text.txt"):
+        pass
+
+
+def test_what_is_not_finite_is_null_in_json(place: Path) -> None:
+    output.write_json(place / "a.json", {"a": [float("nan"), 1.5], "b": (float("inf"),)})
+    assert json.loads((place / "a.json").read_text()) == {"a": [None, 1.5], "b": [None]}
+
+
+def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("palimpsest.doctor.render", full)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
+    assert "no space is left" in complaint(["doctor"], capsys)
+
+
+def test_a_failed_write_leaves_nothing(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (place / "presets.json").write_text("before")
+    before = files(place)
+    monkeypatch.setattr(checkpoint, "flush", full)
+    assert main(["presets", "--json", "presets.json"]) == 2
+    assert "presets.json: cannot be written (No space left on device)" in capsys.readouterr().err
+    assert files(place) == before
+
+
+def test_too_little_memory_leaves_the_folder_as_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("palimpsest.recipe.Model", full)
+    before = files(place)
+    for tokenizer in ("bytes", "bpe:260"):
+        assert main(train("--tokenizer", tokenizer)) == 1
+        assert files(place) == before
 
 
 def test_doctor_finds_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,13 +154,21 @@ def test_too_long_a_conversation_is_refused() -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pal.save(make("kda-tiny"), tmp_path / "model", TOKENIZER)
     lines = ["Hello", "/memory", f"/save {tmp_path / 'a'}", "/clear", "/memory", f"/load {tmp_path / 'a'}", "/memory"]
-    lines += ["/load", "/nothing", "/load nowhere", "/help", "", "More"]
+    lines += ["/load", "/nothing", "/load nowhere", "/load ~nobody-of-this-name/a", "\udcff", "/help", "", "More"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
     assert main(["chat", str(tmp_path / "model"), "--temperature", "0", "--max-new-tokens", "5"]) == 0
     shown = capsys.readouterr().out
     held = f"{len('User: Hello') + 1 + len('Assistant:') + 4} tokens held in "
     assert shown.count(held) == 4 and "0 tokens held in 0 B of cache" in shown
-    for says in ("2 messages", "give a file name", "no such command", "cannot be read", "/save FILE"):
+    for says in (
+        "2 messages",
+        "give a file name",
+        "no such command",
+        "cannot be read",
+        "write the folder out",
+        "not UTF-8",
+        "/save FILE",
+    ):
         assert says in shown
     monkeypatch.setattr(sys, "stdin", io.StringIO("/memory\n/quit\n"))
     assert main(["chat", str(tmp_path / "model"), "--memory", str(tmp_path / "a")]) == 0

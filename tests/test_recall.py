@@ -234,9 +234,11 @@ def test_lines_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(pal.InputError, match="was run with other batch_size; give another --out, or remove its line"):
         quick(tmp_path, [cell(steps=20, batch_size=8)])
     path = tmp_path / "learning.jsonl"
-    path.write_text(path.read_text() + '{"cell": ')
-    with pytest.raises(pal.InputError, match=r"learning.jsonl: line 2 is not JSON; remove it"):
-        runner.read(tmp_path)
+    whole = path.read_bytes()
+    for line, what in ((b'{"cell": ', "not JSON"), (b"\xff", "not JSON"), (9999 * b"[", "not JSON"), (b"{}", "no cell's row")):
+        path.write_bytes(whole + line)
+        with pytest.raises(pal.InputError, match=f"learning.jsonl: line 2 is {what}; remove it"):
+            runner.read(tmp_path)
 
 
 def test_what_is_run() -> None:

@@ -222,7 +222,12 @@ def _recognise(text: Mapping[str, Any]) -> Family:
     """The family of a config.json: by its keys, since Kimi Linear and Kimi K3 carry one name, and then by that name."""
     family = next((family for key, family in FAMILIES.items() if key in text), None)
     if family is None or text.get("model_type", family.model_type) != family.model_type:
-        raise InputError(f"config.json: model_type is {text.get('model_type')!r}; this version reads gpt2, llama, ...")
+        kind = text.get("model_type")
+        wanted = [key for key, each in FAMILIES.items() if each.model_type == kind]
+        if wanted and family is None:
+            raise InputError(f"config.json: model_type is {kind!r}, but {' or '.join(map(repr, wanted))} is missing")
+        known = ", ".join(sorted({each.model_type for each in FAMILIES.values()}))
+        raise InputError(f"config.json: model_type is {kind!r}; this version reads {known}")
     return family
 
 

@@ -132,7 +132,10 @@ class Family:
         given = {key: value for key, value in {**config, **newer}.items() if value is not None}
         heads, width = (given.get(key) for key in ("num_attention_heads", "hidden_size"))
         sizes: dict[str, Any] = {"num_key_value_heads": heads, "rope_theta": 10000.0}
-        if type(heads) is int and type(width) is int and heads > 0:
+        for key, value in (("num_attention_heads", heads), ("hidden_size", width)):
+            if value is not None and type(value) is not int:
+                raise InputError(f"config.json: {key} is {value!r}; it must be a whole number")
+        if heads and width and heads > 0:
             sizes["head_dim"] = width // heads
         given = {**self.defaults, **sizes, **given}
         for key, value in {**self.stated, **self.implied}.items():

@@ -63,7 +63,10 @@ def read(folder: Path) -> Tokenizer:
     }
     kept = {key: config[key] for key in ("eos_token", "bos_token", "chat_template") if key in config} | ends.beside(path)
     if (template := folder / TEMPLATE).is_file():
-        kept["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            kept["chat_template"] = template.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{template}: not UTF-8 at byte {error.start}; copy the file again") from None
     return Tokenizer(canonical(definition, path), {"eos_token": K3_END, **kept} if not config else kept)
 
 

@@ -75,8 +75,7 @@ def plan(
         Also write a page with plots.
     """
     check_json(json)
-    if html is not None and (html.is_dir() or not html.absolute().parent.is_dir()):
-        raise InputError(f"--html {html}: not a file name in an existing folder")
+    check_json(html, "--html")
     settings: dict[str, Any] = {"batch": batch, "device": device, "num_devices": devices, "dtype": dtype}
     settings |= {
         "optimizer": optimizer,

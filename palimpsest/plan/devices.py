@@ -70,7 +70,7 @@ def device_of(name: str) -> Device:
         raise InputError(f"plan: device is {name!r}; it must be {known} or a calibration file{suggestion(name, TABLE)}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise InputError(f"{path}: not a calibration; write one with `palimpsest benchmark calibrate --out {path}`") from None
     return calibrated(values, str(path))
 

@@ -46,7 +46,7 @@ def model_of(source: str | ModelConfig) -> tuple[str, ModelConfig, str]:
     try:
         config = deepseek(document) if kind in ("deepseek_v3", "kimi_k2") else read_config(document)[1]
     except InputError as error:
-        raise InputError(f"{path.parent / str(error)}") from None
+        raise InputError(f"{path}: {str(error).removeprefix('config.json: ')}") from None
     packed = document.get("text_config", document).get("quantization_config") is not None
     return name, config, "mxfp4" if packed else _dtype(config)
 
@@ -71,7 +71,7 @@ def _dtype(config: ModelConfig) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON ({error}); give a config.json") from None
     if not isinstance(document, dict):
         raise InputError(f"{path}: it holds no table of fields; give a config.json")

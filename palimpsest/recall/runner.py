@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from palimpsest import run_folder
 from palimpsest.checkpoint import write_text
 from palimpsest.config import InputError
 from palimpsest.progress import interrupts
@@ -29,12 +30,16 @@ def read(folder: Path) -> list[Row]:
     rows = []
     for experiment in EXPERIMENTS:
         path = folder / f"{experiment}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        lines = path.read_bytes().splitlines() if path.exists() else []
         for number, line in enumerate(lines, 1):
             try:
-                rows.append(json.loads(line))
-            except ValueError:
-                raise InputError(f"{path}: line {number} is not JSON; remove it, and the cell is run again") from None
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict) or not {"cell", "settings", "status"} <= row.keys():
+                what = "not JSON" if row is None else "no cell's row"
+                raise InputError(f"{path}: line {number} is {what}; remove it, and the cell is run again")
+            rows.append(row)
     return rows
 
 
@@ -92,10 +97,9 @@ def run(
     After `minutes`, or Ctrl-C, no cell goes on; those at work are given up. `about` is joined to every line.
     """
     waiting = missing(cells, read(folder))
-    folder.mkdir(parents=True, exist_ok=True)
     total, ended, live = len(cells), len(cells) - len(waiting), []
     began, rows = time.perf_counter(), []
-    with interrupts() as stop:
+    with run_folder.alone(folder), interrupts() as stop:
         while waiting or live:
             if stop.is_set() or (minutes is not None and time.perf_counter() - began > 60 * minutes):
                 break
