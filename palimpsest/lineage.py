@@ -20,7 +20,7 @@ import torch
 
 from palimpsest import benchmark, data, evaluate, report, run_folder
 from palimpsest.checkpoint import read_json, write_json
-from palimpsest.config import InputError, ModelConfig, suggestion
+from palimpsest.config import MOST, InputError, ModelConfig, suggestion
 from palimpsest.corpus import CONTEXT, Corpus
 from palimpsest.model import Model
 from palimpsest.progress import keep_memory
@@ -51,6 +51,8 @@ def run(
     """
     if not 0 < minutes <= 100_000:
         raise InputError(f"minutes is {minutes}; it must be above 0")
+    if not 0 <= seed < MOST:
+        raise InputError(f"seed is {seed}; it must be in [0, 2**63)")
     chosen = _choose(stages)
     cells = _cells(tasks)
     corpus = Corpus.read(text)

@@ -169,16 +169,14 @@ class Recipe:
                     began = trainer.steps_done
                     trainer.report = lambda record: write(record, began)
             trainer.run(until)
-        except InputError:
-            if not resume and trainer is None and world.is_main:
-                self._undo(out, existed)
-            raise
-        except (RuntimeError, MemoryError) as error:
-            if not forecast.is_out_of_memory(error):
+        except (InputError, KeyboardInterrupt, RuntimeError, MemoryError) as error:
+            is_full = forecast.is_out_of_memory(error)
+            config = self._begin(out, True)[1] if is_full else None
+            is_expected = is_full or isinstance(error, InputError | KeyboardInterrupt)
+            if is_expected and not resume and world.is_main and (trainer is None or trainer.steps_done == 0):
+                self._undo(out, existed)  # so that the same command, or one that fits, can follow
+            if config is None:
                 raise
-            config = self._begin(out, True)[1]
-            if not resume and trainer is None and world.is_main:
-                self._undo(out, existed)  # so that the same folder can be given with what fits
             raise TrainingFailed(forecast.advice(config, self.train, world.device, world.size)) from error
         result = {
             "folder": str(out),
@@ -309,6 +307,8 @@ class Recipe:
 
     def _undo(self, out: Path, existed: bool) -> None:
         shutil.rmtree(out / "data", ignore_errors=True)
+        for name in (run_folder.RUN, run_folder.PIECES, run_folder.METRICS):
+            (out / name).unlink(missing_ok=True)
         if not existed and out.exists() and not any(out.iterdir()):
             out.rmdir()
 

@@ -108,6 +108,9 @@ MISTAKES: list[tuple[str, list[str], str]] = [
     ("a field of thousands of brackets", train("--set", "hidden_size=" + 9999 * "["), "hidden_size is '"),
     ("a vocabulary of thousands of digits", train("--tokenizer", "bpe:" + 9999 * "9"), "write bpe:SIZE"),
     ("minutes that are no number", ["train", "run.toml", "--out", "run", "--minutes", "nan"], "--minutes is nan"),
+    ("tokens of what is not text", ["tokenize", "bytes.txt", "--out", "tokens"], "bytes.txt: not UTF-8 at byte 3"),
+    ("tokens of nothing", ["tokenize", "empty.txt", "--out", "tokens"], "empty.txt: there is no text"),
+    ("a seed too large", ["lineage", "--text", "long.txt", "--out", "run", "--seed", 20 * "9"], "seed is 9+; it must be in"),
     ("a prompt that is not UTF-8", ["generate", "model", "a\udcffb"], "not UTF-8 at character 1"),
     ("a stop that is not UTF-8", ["generate", "model", "a", "--stop", "\udcff"], "not UTF-8 at character 0"),
     ("a report into no folder", ["report", "full", "--out", "no/page.html"], "--out no/page.html"),
@@ -294,11 +297,25 @@ def test_too_little_memory_leaves_the_folder_as_it_was(place: Path, monkeypatch:
     def full(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("palimpsest.recipe.Model", full)
     before = files(place)
-    for tokenizer in ("bytes", "bpe:260"):
-        assert main(train("--tokenizer", tokenizer)) == 1
-        assert files(place) == before
+    for what in ("palimpsest.train.Trainer.step", "palimpsest.recipe.Model"):
+        monkeypatch.setattr(what, full)
+        for tokenizer in ("bytes", "bpe:260"):
+            assert main(train("--tokenizer", tokenizer)) == 1
+            assert files(place) == before
+
+
+@pytest.mark.parametrize("what", ["palimpsest.train.Trainer.step", "palimpsest.recipe.Model", "palimpsest.data.prepare"])
+def test_ctrl_c_before_the_first_step_leaves_no_folder(what: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the folder is neither empty nor a run to resume."""
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = files(place)
+    monkeypatch.setattr(what, interrupted)
+    assert main(train()) == 130
+    assert files(place) == before
 
 
 def test_doctor_finds_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
