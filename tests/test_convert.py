@@ -226,6 +226,8 @@ def read(config: pal.ModelConfig, document: dict[str, Any]) -> pal.ModelConfig:
         ("gpt2-tiny", "activation_function", "relu"),
         ("smollm2-tiny", "hidden_act", "gelu"),
         ("smollm2-tiny", "model_type", "gemma"),
+        ("smollm2-tiny", "num_attention_heads", "4"),
+        ("smollm2-tiny", "hidden_size", 64.0),
         ("smollm2-tiny", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("qwen3-next-tiny", "model_type", "qwen3_5"),
         ("qwen3-next-tiny", "decoder_sparse_step", 2),

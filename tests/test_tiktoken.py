@@ -128,3 +128,10 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: Any, message: str) ->
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(pal.InputError, match=rf"{re.escape(str(path))}.*({message})"):
         tiktoken.read(tmp_path)
+
+
+def test_a_template_that_is_not_text_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, ranks())
+    (tmp_path / tiktoken.TEMPLATE).write_bytes(b"abc\xff")
+    with pytest.raises(pal.InputError, match=f"{tiktoken.TEMPLATE}: not UTF-8 at byte 3"):
+        tiktoken.read(tmp_path)

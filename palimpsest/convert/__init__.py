@@ -223,8 +223,8 @@ def _recognise(text: Mapping[str, Any]) -> Family:
     family = next((family for key, family in FAMILIES.items() if key in text), None)
     if family is None or text.get("model_type", family.model_type) != family.model_type:
         kind = text.get("model_type")
-        wanted = [key for key, each in FAMILIES.items() if each.model_type == kind]
-        if wanted and family is None:
+        wanted = [key for key, each in FAMILIES.items() if each.model_type == kind and key not in text]
+        if wanted:
             raise InputError(f"config.json: model_type is {kind!r}, but {' or '.join(map(repr, wanted))} is missing")
         known = ", ".join(sorted({each.model_type for each in FAMILIES.values()}))
         raise InputError(f"config.json: model_type is {kind!r}; this version reads {known}")
