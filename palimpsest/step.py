@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from palimpsest.linear import Linear, Linear8, RMSNorm
-from palimpsest.mixers import KDA, MLA, Attention, DeltaNet, GatedDeltaNet, mla
+from palimpsest.mixers import KDA, MLA, Attention, DeltaNet, GatedDeltaNet
 from palimpsest.mlps import GELU, GatedMLP, situ, swiglu
 from palimpsest.moe import Experts, MoE
 from palimpsest.ops import cpu, cpu_layer

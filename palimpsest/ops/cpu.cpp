@@ -111,7 +111,7 @@ INLINE float total(vec x) {
     return sum;
 }
 
-// What one token's sweep needs, for one head: padded to whole vectors with zeros (decay with ones).
+// What one token's sweep needs, for one head: padded to whole vectors, q and k with zeros.
 struct Token {
     float q[WIDEST], k[WIDEST], decay[WIDEST], probe[WIDEST];  // probe = k * decay
     float beta;
@@ -485,12 +485,14 @@ void palimpsest_forward(const Shape *shape, const Form *form, const float *q, co
                         const float *beta, const float *state, float *o, float *final, float *kept, const int64_t *tiles,
                         const int64_t *bounds, int64_t documents, int32_t threads) {
     const Shape &s = *shape;
-    int64_t matrix = s.key_dim * s.value_dim, blocks = (s.value_dim + BLOCK - 1) / BLOCK;
+    int64_t matrix = s.key_dim * s.value_dim, blocks = (s.value_dim + BLOCK - 1) / BLOCK, longest = 1;
+    for (int64_t row = 0; row < documents; ++row)
+        if (bounds[row + 1] - bounds[row] > longest) longest = bounds[row + 1] - bounds[row];
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         FlushSubnormals flush;
         float *memory = aligned(blocks * s.key_dim * BLOCK);
-        Token *tile = (Token *)aligned(TILE * (int64_t)sizeof(Token) / 4);
+        Token *tile = (Token *)aligned((longest < TILE ? longest : TILE) * (int64_t)sizeof(Token) / 4);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < documents * s.value_heads; ++item) {
             int64_t row = item / s.value_heads, head = item % s.value_heads;
