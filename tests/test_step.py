@@ -132,7 +132,7 @@ def test_states_stay_values(preset: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert relative(after.logits, model(ids[:, 11:], expected.state).logits) < 1e-5
 
 
-@pytest.mark.parametrize("preset", ["gpt2-tiny", "qwen3-next-tiny", "kimi-linear-tiny", "kimi-k3-tiny"])
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "qwen3-next-tiny", "kimi-linear-tiny", "hybrid-latent-moe-tiny"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_a_row_does_not_see_its_batch_nor_the_threads(preset: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
