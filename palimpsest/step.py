@@ -85,7 +85,7 @@ def mix(
     if max(segments.past) == 0 or any(tensor.dtype is not x.dtype or tensor.stride(-1) != 1 for tensor in state.rows.tensors):
         return None
     rows = state.rows.extend(segments)
-    over = cpu_layer.latent if isinstance(mixer, MLA) else cpu_layer.attention
+    over: Callable[..., Tensor] = cpu_layer.latent if isinstance(mixer, MLA) else cpu_layer.attention
     return over(weights, x, *rows.tensors, segments.past), type(state)(rows)
 
 
@@ -166,7 +166,9 @@ def _recurrence(norm: Norm, m: Any, dtype: torch.dtype) -> cpu_layer.Recurrence:
     is_kda, fades = isinstance(m, KDA), isinstance(m, GatedDeltaNet)
     is_gated = fades and m.gate_activation != "none"
     found = cpu_layer.Recurrence(norm, _norm(m.o_norm))
-    found.q, found.k, found.v, found.beta, found.out = (_map(x, dtype) for x in (m.q_proj, m.k_proj, m.v_proj, m.b_proj, m.o_proj))
+    found.q, found.k, found.v, found.beta, found.out = (
+        _map(x, dtype) for x in (m.q_proj, m.k_proj, m.v_proj, m.b_proj, m.o_proj)
+    )
     if fades:
         found.decay_low, found.decay = (_map(x, dtype) for x in ((m.f_a_proj, m.f_b_proj) if is_kda else (None, m.a_proj)))
     if is_gated:
