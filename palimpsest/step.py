@@ -111,10 +111,7 @@ def _look(module: nn.Module, seen: list[object]) -> bool:
             if type(weight) is not nn.Parameter:
                 return False
             seen += (weight.data_ptr(), weight.dtype, weight.numel())
-    for child in inside["_modules"].values():
-        if child is not None and not _look(child, seen):
-            return False
-    return True
+    return all(child is None or _look(child, seen) for child in inside["_modules"].values())
 
 
 def _gather(norm: nn.Module, layer: nn.Module, dtype: torch.dtype) -> Any:
