@@ -1,4 +1,4 @@
-"""Linear maps of all layers: y = x W^T + b, and the same with weights in eight bits."""
+"""Linear maps of all layers, y = x W^T + b, and the same with weights in eight bits; and the norm in front of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return ops.linear(input, self.weight, self.bias)
+
+
+class RMSNorm(nn.RMSNorm):
+    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.dtype == self.weight.dtype else ops.rms_norm(x, self.weight, self.eps or 0.0)
 
 
 class Linear8(nn.Module):

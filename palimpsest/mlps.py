@@ -8,6 +8,7 @@ SiTU    W_down situ(W_gate x, W_up x)
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ def activation(name: str, config: ModelConfig) -> Callable[[Tensor, Tensor], Ten
     """The gated activation `name`, 'swiglu' or 'situ'."""
     if name == "swiglu":
         return swiglu
-    return lambda gate, up: situ(gate, up, config.activation_situ_beta, config.activation_situ_linear_beta)
+    return partial(situ, beta=config.activation_situ_beta, linear_beta=config.activation_situ_linear_beta)
 
 
 class GELU(nn.Module):

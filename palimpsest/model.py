@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from palimpsest import mixers, mlps, residuals
+from palimpsest import mixers, mlps, residuals, step
 from palimpsest.config import InputError, ModelConfig
 from palimpsest.context import Context
-from palimpsest.linear import Linear, Linear8
+from palimpsest.linear import Linear, Linear8, RMSNorm
 from palimpsest.mixers import GatedDeltaNet, ShortConvolution
 from palimpsest.moe import Experts, MoE, PackedExperts, Router
-from palimpsest.ops import document_lengths, linear_cross_entropy, mxfp4_encode, rms_norm
+from palimpsest.ops import document_lengths, linear_cross_entropy, mxfp4_encode
 from palimpsest.residuals import Site, Stream
 from palimpsest.state import LayerState, Segments, State
 
@@ -56,6 +56,7 @@ class Block(nn.Module):
         attends = config.residual != "sum"
         self.mixer_residual = Site(config) if attends else None
         self.mlp_residual = Site(config) if attends else None
+        self.mixer_step, self.mlp_step = step.Gathered(), step.Gathered()
 
     def forward(self, stream: Stream, state: LayerState, segments: Segments, recompute: bool = False) -> LayerState:
         """With `recompute` only what is joined between the sublayers is kept for the backward pass."""
@@ -64,14 +65,21 @@ class Block(nn.Module):
         stream.seal(self.index)
         y, state = run(self._mix, sources, state, segments)
         stream.write(y)
-        stream.write(run(self._feed, stream.sources()))
+        stream.write(run(self._feed, stream.sources(), segments))
         return state
 
     def _mix(self, sources: Sequence[Tensor], state: LayerState, segments: Segments) -> tuple[Tensor, LayerState]:
-        return self.mixer(self.mixer_norm(residuals.join(sources, self.mixer_residual)), state, segments)
+        x = residuals.join(sources, self.mixer_residual)
+        if step.serves(segments):
+            mixed = step.mix(self.mixer_step, self.mixer_norm, self.mixer, x, state, segments)
+            if mixed is not None:
+                return mixed
+        return self.mixer(self.mixer_norm(x), state, segments)
 
-    def _feed(self, sources: Sequence[Tensor]) -> Tensor:
-        return self.mlp(self.mlp_norm(residuals.join(sources, self.mlp_residual)))
+    def _feed(self, sources: Sequence[Tensor], segments: Segments) -> Tensor:
+        x = residuals.join(sources, self.mlp_residual)
+        fed = step.feed(self.mlp_step, self.mlp_norm, self.mlp, x) if step.serves(segments) else None
+        return self.mlp(self.mlp_norm(x)) if fed is None else fed
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -348,13 +356,6 @@ def _count(module: nn.Module) -> int:
     }
     on_disk = sum(getattr(each, "unread", 0) for each in module.modules())
     return on_disk + sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
-
-
-class RMSNorm(nn.RMSNorm):
-    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.dtype == self.weight.dtype else rms_norm(x, self.weight, self.eps or 0.0)
 
 
 def _norm(config: ModelConfig) -> nn.Module:

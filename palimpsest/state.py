@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from palimpsest.context import Part
 
+Value = TypeVar("Value")
 Kind = Literal["kv", "recurrent", "conv"]
 
 
@@ -47,14 +48,14 @@ class Segments:
     @property
     def rows(self) -> Tensor:
         """The sequence of every token, [B,T] or [1,total]."""
-        return self._once("_rows", self._make_rows)
+        return self.once("_rows", self._make_rows)
 
     @property
     def positions(self) -> Tensor:
         """The position of every token in its sequence, [B,T] or [1,total]."""
-        return self._once("_positions", self._make_positions)
+        return self.once("_positions", self._make_positions)
 
-    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+    def once(self, name: str, make: Callable[[], Value]) -> Value:
         """What `make` gave the first time. Not a cached_property: torch.compile cannot look into its lock."""
         if torch.compiler.is_compiling():
             return make()
@@ -111,6 +112,12 @@ class Rows:
                 buffer[:, segments.past[0] : size] = tensor
             else:
                 buffer[segments.rows, segments.positions] = tensor.to(buffer.dtype)
+        return Rows(buffers, size, newest)
+
+    def extend(self, segments: Segments) -> Rows:
+        """As `append`, with the new rows still to be written into `tensors`. At least one sequence is not empty."""
+        size = max(segments.lengths)
+        buffers, newest = self._room(self._buffers, size)
         return Rows(buffers, size, newest)
 
     def _room(self, new: tuple[Tensor, ...], size: int) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -183,7 +190,7 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Latent(KeyValue):
-    """MLA: normed latents [B,S,R] and the shared positional key [B,S,r]; grows with every token."""
+    """MLA: rows [B,S,R+r], a normed latent and behind it the shared positional key; grows with every token."""
 
 
 @dataclass(frozen=True)

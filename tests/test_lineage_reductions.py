@@ -164,10 +164,9 @@ def test_absorbed_is_expanded() -> None:
     for fields in ({}, {"mla_use_nope": False}, {"q_lora_rank": 6, "mla_use_output_gate": True}):
         mixer = drawn(mixers.build("mla", config("mla", **sizes, **fields)))
         q = torch.randn(2, 9, 3, 6, dtype=torch.float64)
-        latent, shared = torch.randn(2, 9, 7, dtype=torch.float64), torch.randn(2, 9, 2, dtype=torch.float64)
         segments = Segments((0, 0), (9, 9), None, q.device)
-        rows = q[..., :4], q[..., 4:], latent, shared, segments
-        absorbed, expanded = mixer.attend_absorbed(*rows), mixer.attend_expanded(*rows)
+        arguments = q[..., :4], q[..., 4:], torch.randn(2, 9, 7 + 2, dtype=torch.float64), segments
+        absorbed, expanded = mixer.attend_absorbed(*arguments), mixer.attend_expanded(*arguments)
         assert absorbed.shape == (2, 9, 3, 5) and relative(absorbed, expanded) < 1e-13
 
 

@@ -121,7 +121,7 @@ def test_shapes() -> None:
     assert isinstance(layer, KeyValue) and [tuple(x.shape) for x in layer.rows.tensors] == [(3, 5, 2, 16)] * 2
     model = make_model("kimi-k3-tiny")
     layer = run(model, make_ids(model, 3, 5))[1].layers[3]
-    assert isinstance(layer, Latent) and [tuple(x.shape) for x in layer.rows.tensors] == [(3, 5, 32), (3, 5, 8)]
+    assert isinstance(layer, Latent) and [tuple(x.shape) for x in layer.rows.tensors] == [(3, 5, 32 + 8)]
 
 
 # ------------------------------------------------------------------------------------------------------ value semantics

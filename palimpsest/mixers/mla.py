@@ -52,8 +52,7 @@ class MLA(nn.Module):
         self.break_even = self.rank * (self.nope + self.value_dim) / extra if extra > 0 else float("inf")
 
     def new_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Latent:
-        latent = torch.empty(batch, 0, self.rank, dtype=dtype, device=device)
-        return Latent(Rows((latent, torch.empty(batch, 0, self.rope, dtype=dtype, device=device)), 0))
+        return Latent(Rows((torch.empty(batch, 0, self.rank + self.rope, dtype=dtype, device=device),), 0))
 
     def forward(self, x: Tensor, state: Latent, segments: Segments) -> tuple[Tensor, Latent]:
         if hasattr(self, "q_proj"):
@@ -67,30 +66,31 @@ class MLA(nn.Module):
         if self.rope_theta is not None:
             q_rope = rotate(q_rope, segments.positions, self.rope_theta, self.rope)
             k_rope = rotate(k_rope.unsqueeze(2), segments.positions, self.rope_theta, self.rope).squeeze(2)
-        rows = state.rows
+        rows, new = state.rows, torch.cat([latent, k_rope], -1)
         if segments.context is None:
-            rows = rows.append((latent, k_rope), segments)
-        latents, shared_keys = rows.tensors if segments.context is None else segments.context.whole(latent, k_rope)
+            rows = rows.append((new,), segments)
+        (cached,) = rows.tensors if segments.context is None else segments.context.whole(new)
         few = max(segments.past, default=0) > 0 and max(segments.new, default=0) < self.break_even
         absorb = few and segments.context is None
         attend = self.attend_absorbed if absorb else self.attend_expanded
-        o = attend(q_nope, q_rope, latents, shared_keys, segments).flatten(-2)
+        o = attend(q_nope, q_rope, cached, segments).flatten(-2)
         if self.g_proj is not None:
             o = o * torch.sigmoid(self.g_proj(x))
         return self.o_proj(o), Latent(rows)
 
-    def attend_expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
-        """q [B,T,H,nope], [B,T,H,r]; rows [B,S,R], [B,S,r] -> o [B,T,H,V], with k and v formed for every row."""
+    def attend_expanded(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+        """q [B,T,H,nope], [B,T,H,r]; rows [c | p] [B,S,R+r] -> o [B,T,H,V], with k and v formed for every row."""
+        latent, k_rope = rows.split([self.rank, self.rope], -1)
         k_nope, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([self.nope, self.value_dim], -1)
         k = torch.cat([k_nope, k_rope.unsqueeze(2).expand(-1, -1, self.heads, -1).to(k_nope.dtype)], -1)
         q = torch.cat([q_nope, q_rope], -1)
         return causal_attention(q, k, v, segments, (self.nope + self.rope) ** -0.5, self.observe)
 
-    def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, segments: Segments) -> Tensor:
-        """The same numbers without forming k and v: one shared key [c | p] and one shared value c for all heads."""
+    def attend_absorbed(self, q_nope: Tensor, q_rope: Tensor, rows: Tensor, segments: Segments) -> Tensor:
+        """The same numbers without forming k and v: a row is the key of all heads, and its c their value."""
         weight = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         up_k, up_v = weight.split([self.nope, self.value_dim], 1)  # [H,nope,R], [H,V,R]
         query = torch.cat([torch.einsum("bthn,hnr->bthr", q_nope, up_k.to(q_nope.dtype)), q_rope], -1)
-        key = torch.cat([latent, k_rope], -1).unsqueeze(2)
-        context = causal_attention(query, key, latent.unsqueeze(2), segments, (self.nope + self.rope) ** -0.5)
+        key = rows.unsqueeze(2)
+        context = causal_attention(query, key, key[..., : self.rank], segments, (self.nope + self.rope) ** -0.5)
         return torch.einsum("bthr,hvr->bthv", context, up_v.to(context.dtype))

@@ -56,8 +56,6 @@ INLINE vec load(const float *p) { return *(const vec_u *)p; }
 INLINE void store(float *p, vec x) { *(vec_u *)p = x; }
 INLINE vec all(float x) { return x - (vec){}; }
 
-INLINE float softplus(float x) { return x > 0 ? x + std::log1p(std::exp(-x)) : std::log1p(std::exp(x)); }
-
 INLINE float sigmoid(float x) {
     float e = std::exp(-std::fabs(x));
     return (x >= 0 ? 1 : e) / (1 + e);
@@ -84,51 +82,82 @@ INLINE vec exp_of(vec x) {
     return (vec)((ivec)(p * power) & ~is_low);
 }
 
-// What one token's sweep needs, for one head: padded to whole vectors with zeros (decay with ones).
+// log(1 + e^x) to about 1e-7 of itself: log(1 + y) = 2 artanh(y / (2 + y)) with y = e^-|x| in (0, 1].
+INLINE vec softplus_of(vec x) {
+    vec y = exp_of(choose(x < all(0.0f), x, -x)), s = y / (y + all(2.0f)), square = s * s, p = all(2.0f / 13);
+    p = p * square + all(2.0f / 11);
+    p = p * square + all(2.0f / 9);
+    p = p * square + all(2.0f / 7);
+    p = p * square + all(2.0f / 5);
+    p = p * square + all(2.0f / 3);
+    p = p * square + all(2.0f);
+    return choose(x > all(0.0f), x, all(0.0f)) + s * p;
+}
+
+INLINE vec sigmoid_of(vec x) { return all(1.0f) / (all(1.0f) + exp_of(-x)); }
+
+// The first `count` <= LANES numbers at p, and zeros.
+INLINE vec load_some(const float *p, int64_t count) {
+    if (count == LANES) return load(p);
+    vec x = {};
+    for (int64_t l = 0; l < count; ++l) x[l] = p[l];
+    return x;
+}
+INLINE int64_t lanes(int64_t from, int64_t end) { return end - from < LANES ? end - from : LANES; }
+
+INLINE float total(vec x) {
+    float sum = 0;
+    for (int l = 0; l < LANES; ++l) sum += x[l];
+    return sum;
+}
+
+// What one token's sweep needs, for one head: padded to whole vectors, q and k with zeros.
 struct Token {
     float q[WIDEST], k[WIDEST], decay[WIDEST], probe[WIDEST];  // probe = k * decay
     float beta;
 };
 
+// to [padded dim] <- factor x, or factor x / sqrt(sum x^2 + 1e-6) when `norm`.
+INLINE void ready(float *to, const float *x, int64_t dim, float factor, bool norm) {
+    if (norm) {
+        vec square = {};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vec here = load_some(x + i, lanes(i, dim));
+            square += here * here;
+        }
+        factor /= std::sqrt(total(square) + 1e-6f);
+    }
+    for (int64_t i = 0; i < dim; i += LANES) store(to + i, load_some(x + i, lanes(i, dim)) * all(factor));
+}
+
+// The decay of a key's channels, [padded dim], from g: a log decay, or what the gate makes it of.
+INLINE void fade(float *to, const Form &f, const float *g, int64_t head, int64_t dim) {
+    int64_t channels = f.gate == 1 ? dim : 1;
+    vec rate = all(f.rate ? std::exp(f.rate[head]) : 1);
+    for (int64_t i = 0; i < channels; i += LANES) {
+        vec z = load_some(g + i, lanes(i, channels));
+        if (f.rate) {
+            if (f.bias) z += load_some(f.bias + head * channels + i, lanes(i, channels));
+            z = f.lower_bound < 0 ? all(f.lower_bound) * sigmoid_of(rate * z) : -rate * softplus_of(z);
+        }
+        store(to + i, exp_of(z));
+    }
+    for (int64_t i = LANES; f.gate == 2 && i < dim; i += LANES) store(to + i, all(to[0]));
+    if (f.gate == 2) store(to, all(to[0]));
+}
+
 INLINE void prepare(Token &out, const Shape &s, const Form &f, const float *q, const float *k, const float *g, const float *beta,
                     int64_t row, int64_t head) {
     int64_t key_head = head / (s.value_heads / s.heads), dim = s.key_dim;
-    const float *q_row = q + (row * s.heads + key_head) * dim, *k_row = k + (row * s.heads + key_head) * dim;
-    float q_scale = f.scale, k_scale = 1;
-    if (f.norm) {
-        float q_square = 0, k_square = 0;
-        for (int64_t i = 0; i < dim; ++i) {
-            q_square += q_row[i] * q_row[i];
-            k_square += k_row[i] * k_row[i];
-        }
-        q_scale /= std::sqrt(q_square + 1e-6f);
-        k_scale /= std::sqrt(k_square + 1e-6f);
+    int64_t at = (row * s.heads + key_head) * dim, own = row * s.value_heads + head;
+    ready(out.q, q + at, dim, f.scale, f.norm);
+    ready(out.k, k + at, dim, 1, f.norm);
+    if (f.gate) fade(out.decay, f, g + own * (f.gate == 1 ? dim : 1), head, dim);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        if (!f.gate) store(out.decay + i, all(1.0f));
+        store(out.probe + i, load(out.k + i) * load(out.decay + i));
     }
-    int64_t padded = (dim + LANES - 1) / LANES * LANES;
-    for (int64_t i = 0; i < dim; ++i) {
-        out.q[i] = q_row[i] * q_scale;
-        out.k[i] = k_row[i] * k_scale;
-    }
-    for (int64_t i = dim; i < padded; ++i) out.q[i] = out.k[i] = 0;
-    if (f.gate == 0) {
-        for (int64_t i = 0; i < padded; ++i) out.decay[i] = 1;
-    } else {
-        int64_t channels = f.gate == 1 ? dim : 1;
-        const float *g_row = g + (row * s.value_heads + head) * channels;
-        float rate = f.rate ? std::exp(f.rate[head]) : 1;
-        for (int64_t i = 0; i < channels; ++i) {
-            float z = g_row[i];
-            if (f.rate) {
-                if (f.bias) z += f.bias[head * channels + i];
-                z = f.lower_bound < 0 ? f.lower_bound * sigmoid(rate * z) : -rate * softplus(z);
-            }
-            out.decay[i] = z;
-        }
-        for (int64_t i = channels; i < padded; ++i) out.decay[i] = f.gate == 2 ? out.decay[0] : 0;
-        for (int64_t i = 0; i < padded; i += LANES) store(out.decay + i, exp_of(load(out.decay + i)));
-    }
-    for (int64_t i = 0; i < padded; ++i) out.probe[i] = out.k[i] * out.decay[i];
-    float b = f.additive ? 1 : beta[row * s.value_heads + head];
+    float b = f.additive ? 1 : beta[own];
     out.beta = f.beta_is_logit && !f.additive ? sigmoid(b) : b;
 }
 
@@ -442,6 +471,8 @@ struct FlushSubnormals {
 
 float *aligned(int64_t floats) { return (float *)std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64); }
 
+#include "cpu_layer.h"
+
 }  // namespace
 
 extern "C" {
@@ -454,12 +485,14 @@ void palimpsest_forward(const Shape *shape, const Form *form, const float *q, co
                         const float *beta, const float *state, float *o, float *final, float *kept, const int64_t *tiles,
                         const int64_t *bounds, int64_t documents, int32_t threads) {
     const Shape &s = *shape;
-    int64_t matrix = s.key_dim * s.value_dim, blocks = (s.value_dim + BLOCK - 1) / BLOCK;
+    int64_t matrix = s.key_dim * s.value_dim, blocks = (s.value_dim + BLOCK - 1) / BLOCK, longest = 1;
+    for (int64_t row = 0; row < documents; ++row)
+        if (bounds[row + 1] - bounds[row] > longest) longest = bounds[row + 1] - bounds[row];
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         FlushSubnormals flush;
         float *memory = aligned(blocks * s.key_dim * BLOCK);
-        Token *tile = (Token *)aligned(TILE * (int64_t)sizeof(Token) / 4);
+        Token *tile = (Token *)aligned((longest < TILE ? longest : TILE) * (int64_t)sizeof(Token) / 4);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < documents * s.value_heads; ++item) {
             int64_t row = item / s.value_heads, head = item % s.value_heads;
@@ -521,32 +554,15 @@ void palimpsest_mxfp4(const uint8_t *packed, const uint8_t *scale, const float *
 // scale [rows, columns / 32] in float16. The first counts[0] rows of x meet the first of `groups` matrices, and so on.
 void palimpsest_few(const void *weight, const uint16_t *scale, const void *x, void *y, int32_t kind, int32_t is_half, int64_t n,
                     int64_t rows, int64_t columns, const int64_t *counts, int64_t groups, int32_t threads) {
-    float *copy = is_half ? aligned(n * columns) : nullptr, *sums = is_half ? aligned(n * rows) : (float *)y;
+    Map map = {weight, scale, nullptr, rows, columns, kind, 0};
+    Floats copy(is_half ? n * columns : 0), sums(is_half ? n * rows : 0);
+    for (int64_t i = 0; is_half && i < n * columns; ++i) copy[i] = widened(((const uint16_t *)x)[i]);
     const float *in = is_half ? copy : (const float *)x;
-    if (is_half)
-        for (int64_t i = 0; i < n * columns; ++i) copy[i] = float_of((uint32_t)((const uint16_t *)x)[i] << 16);
-    // A row and the one half a matrix behind it: two streams, each long enough that the processor reads ahead in it.
-    int64_t half = (rows + 1) / 2;
+    float *out = is_half ? sums : (float *)y;
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    for (int64_t group = 0, first = 0; group < groups; first += counts[group++]) {
-        if (counts[group] == 0) continue;
-        const float *from = in + first * columns;
-        float *to = sums + first * rows;
-        int64_t matrix = group * rows * columns;
-#pragma omp for schedule(static) nowait
-        for (int64_t row = 0; row < half; ++row) {
-            int64_t t = 0, ahead = row + half < rows ? half : 0, start = matrix + row * columns;
-            for (; t + 4 <= counts[group]; t += 4)
-                any_rows<4>(kind, weight, scale, start, ahead, from + t * columns, to + t * rows + row, columns, rows);
-            for (; t < counts[group]; ++t)
-                any_rows<1>(kind, weight, scale, start, ahead, from + t * columns, to + t * rows + row, columns, rows);
-        }
-    }
-    if (is_half) {
-        for (int64_t i = 0; i < n * rows; ++i) ((uint16_t *)y)[i] = narrow_bf16(sums[i]);
-        std::free(copy);
-        std::free(sums);
-    }
+    for (int64_t group = 0, first = 0; group < groups; first += counts[group++])
+        product(expert(map, group), in + first * columns, out + first * rows, counts[group]);
+    for (int64_t i = 0; is_half && i < n * rows; ++i) narrow(out[i], (uint16_t *)y + i);
 }
 
 // o [B, H, V]: the softmax of q [B, H, K] over the first lengths[b] rows of each sequence, all float32 or, `is_half`, bfloat16.
@@ -563,9 +579,9 @@ void palimpsest_attend(const Query *query, const Cache *cache, const void *q, co
         for (int64_t item = 0; item < a.batch * parts; ++item) {
             int64_t b = item / parts, first = item % parts * width, last = first + width < a.heads ? first + width : a.heads;
             if (a.is_half)
-                attend_heads(a, *cache, (const uint16_t *)q, lengths[b], (uint16_t *)o, b, first, last, room);
+                attend_heads<uint16_t>(a, *cache, (const uint16_t *)q, lengths[b], (uint16_t *)o, b, first, last, room);
             else
-                attend_heads(a, *cache, (const float *)q, lengths[b], (float *)o, b, first, last, room);
+                attend_heads<float>(a, *cache, (const float *)q, lengths[b], (float *)o, b, first, last, room);
         }
         std::free(room);
     }
@@ -573,15 +589,26 @@ void palimpsest_attend(const Query *query, const Cache *cache, const void *q, co
 
 // y [n, columns] = x / sqrt(mean(x^2) + eps) * weight, row by row.
 void palimpsest_rms_norm(const float *x, const float *weight, float *y, int64_t n, int64_t columns, float eps) {
-    for (int64_t t = 0; t < n; ++t, x += columns, y += columns) {
-        vec sum = {};
-        int64_t i = 0;
-        for (; i + LANES <= columns; i += LANES) sum += load(x + i) * load(x + i);
-        float squares = total(sum);
-        for (; i < columns; ++i) squares += x[i] * x[i];
-        float factor = 1 / std::sqrt(squares / columns + eps);
-        for (i = 0; i + LANES <= columns; i += LANES) store(y + i, load(x + i) * all(factor) * load(weight + i));
-        for (; i < columns; ++i) y[i] = x[i] * factor * weight[i];
-    }
+    normalise({{weight, 0}, {nullptr, 0}, eps, 0}, {x, 0}, y, n, columns);
 }
+
+// Steps of a sublayer, as cpu_layer.h has them. past [n], int64; `longest` counts the new token.
+void palimpsest_recurrent_step(const Recurrence *m, const Tokens *tokens, const float *matrix, float *final, const void *before,
+                               void *after) {
+    recurrent_step(*m, *tokens, matrix, final, before, after);
+}
+
+void palimpsest_attention_step(const Attention *m, const Tokens *tokens, const Cache *cache, const int64_t *past, int64_t longest) {
+    if (tokens->is_half) attention_step<uint16_t>(*m, *tokens, *cache, past, longest);
+    else attention_step<float>(*m, *tokens, *cache, past, longest);
+}
+
+void palimpsest_latent_step(const Latents *m, const Tokens *tokens, const Cache *cache, const int64_t *past, int64_t longest) {
+    if (tokens->is_half) latent_step<uint16_t>(*m, *tokens, *cache, past, longest);
+    else latent_step<float>(*m, *tokens, *cache, past, longest);
+}
+
+void palimpsest_mlp_step(const Mlp *m, const Tokens *tokens) { mlp_step(*m, *tokens); }
+
+void palimpsest_experts_step(const Experts *m, const Tokens *tokens) { experts_step(*m, *tokens); }
 }

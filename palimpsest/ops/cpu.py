@@ -19,13 +19,14 @@ from torch import Tensor
 STREAM_BYTES = 12 << 20  # a state of this size leaves the caches before it is read again
 WIDEST = 256  # key channels that a token's place on the stack holds
 LIBRARIES = {"AVX512": "cpu_avx512.so", "AVX2": "cpu_avx2.so", "DEFAULT": "cpu_base.so"}
+STEPS = {"recurrent": (6, 0), "attention": (4, 1), "latent": (4, 1), "mlp": (2, 0), "experts": (2, 0)}  # pointers, sizes
 
 
 class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "tokens", "heads", "value_heads", "key_dim", "value_dim")]
 
 
-class _Form(ctypes.Structure):
+class Form(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("gate", "additive", "norm", "beta_is_logit", "stream")),
         *((name, ctypes.c_float) for name in ("scale", "lower_bound")),
@@ -41,7 +42,7 @@ class _Query(ctypes.Structure):
     ]
 
 
-class _Cache(ctypes.Structure):
+class Cache(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
         *((f"{name}_{axis}", ctypes.c_int64) for name in ("key", "value") for axis in ("batch", "row", "head")),
@@ -74,7 +75,10 @@ def library() -> tuple[Any, str]:
     loaded.palimpsest_few.argtypes += [pointer, ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_attend.argtypes = [pointer] * 5 + [ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_rms_norm.argtypes = [pointer] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
-    for function in ("forward", "backward", "mxfp4", "few", "attend", "rms_norm"):
+    for name, counts in STEPS.items():
+        getattr(loaded, f"palimpsest_{name}_step").argtypes = [pointer] * counts[0] + [ctypes.c_int64] * counts[1]
+    functions = ("forward", "backward", "mxfp4", "few", "attend", "rms_norm", *(f"{name}_step" for name in STEPS))
+    for function in functions:
         getattr(loaded, f"palimpsest_{function}").restype = None
     loaded.palimpsest_tile.restype = ctypes.c_int64
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
@@ -123,7 +127,7 @@ def fused(
     g, beta = None if g is None else _ready(g), None if beta is None else _ready(beta)
     rate, bias, bound = gate or (None, None, None)
     rate, bias = None if rate is None else _ready(rate), None if bias is None else _ready(bias)
-    form = _Form(
+    form = Form(
         0 if g is None else 1 if g.dim() == 4 else 2,
         beta is None,
         normalise,
@@ -150,7 +154,7 @@ class _Recurrence(torch.autograd.Function):
         q, k, v = _ready(q), _ready(k), _ready(v)
         g, beta = None if g is None else _ready(g), None if beta is None else _ready(beta)
         gate = 0 if g is None else 1 if g.shape[-1] == q.shape[-1] and q.shape[-1] > 1 else 2
-        form = _Form(gate, beta is None, 0, 0, 0, 1.0, 0.0, None, None)
+        form = Form(gate, beta is None, 0, 0, 0, 1.0, 0.0, None, None)
         tiles = _tiles(lengths, q.shape[0], q.shape[1])
         kept = v.new_empty(tiles[-1], v.shape[2], q.shape[3], v.shape[3])
         o, final, bounds = _forward(q, k, v, g, beta, state, lengths, form, (kept, tiles))
@@ -226,7 +230,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
     work = batch * heads * longest * (key_dim + value_dim)
     library()[0].palimpsest_attend(
         ctypes.byref(_Query(batch, heads, k.shape[2], key_dim, value_dim, scale, q.dtype is torch.bfloat16)),
-        ctypes.byref(_Cache(k.data_ptr(), v.data_ptr(), k_batch, k_row, k_head, v_batch, v_row, v_head)),
+        ctypes.byref(Cache(k.data_ptr(), v.data_ptr(), k_batch, k_row, k_head, v_batch, v_row, v_head)),
         q.data_ptr(),
         (ctypes.c_int64 * batch)(*lengths),
         o.data_ptr(),
@@ -252,7 +256,7 @@ def _forward(
     beta: Tensor | None,
     state: Tensor | None,
     lengths: list[int] | None,
-    form: _Form,
+    form: Form,
     keep: tuple[Tensor, list[int]] | None,
 ) -> tuple[Tensor, Tensor, list[int]]:
     batch, tokens = q.shape[:2]

@@ -96,12 +96,6 @@ INLINE uint16_t narrow_bf16(float x) {
 INLINE void narrow(float x, float *out) { *out = x; }
 INLINE void narrow(float x, uint16_t *out) { *out = narrow_bf16(x); }
 
-INLINE float total(vec x) {
-    float sum = 0;
-    for (int l = 0; l < LANES; ++l) sum += x[l];
-    return sum;
-}
-
 INLINE vec wide(const float *p) { return load(p); }
 INLINE vec wide(const uint16_t *p) { return wide_bf16(p); }
 INLINE float widened(float x) { return x; }
@@ -232,8 +226,8 @@ INLINE void gather(const float *weights, const Number *values, int64_t row, int6
 INLINE int64_t padded(int64_t floats) { return (floats + LANES - 1) / LANES * LANES; }
 
 // Heads [first, last) of one sequence. Heads lie beside one another in memory, so a few rows of all pass before the next few.
-template <typename Number>
-INLINE void attend_heads(const Query &a, const Cache &c, const Number *q, int64_t length, Number *o, int64_t b, int64_t first,
+template <typename Number, typename Outer>
+INLINE void attend_heads(const Query &a, const Cache &c, const Outer *q, int64_t length, Outer *o, int64_t b, int64_t first,
                          int64_t last, float *room) {
     int64_t group = a.heads / a.key_heads, row_q = padded(a.key_dim), row_o = padded(a.value_dim), row_s = padded(length);
     float *queries = room, *results = queries + a.heads * row_q, *scores = results + a.heads * row_o;
