@@ -77,6 +77,11 @@ def copies() -> int:
     return 1 if here().type == "cpu" else 32
 
 
+def long() -> int:
+    """Tokens of a recurrence by chunks: on a GPU so many that the host's calls are no part of the time."""
+    return 1024 if here().type == "cpu" else 8192
+
+
 def _calibrate(device: torch.device) -> dict[str, Any]:
     many = () if device.type == "cpu" else MANY
     with torch.no_grad():
@@ -86,7 +91,7 @@ def _calibrate(device: torch.device) -> dict[str, Any]:
             "experts": sorted(experts(tokens) for tokens in (*ROWS, *many)),
             "attention": attention(False),
             "cache": {"attention": cache(), "mla": latent_cache()},
-            "chunks": {kind: recurrence(kind, 1024) for kind in OPS},
+            "chunks": {kind: recurrence(kind, long()) for kind in OPS},
             "steps": {kind: recurrence(kind, 1) for kind in OPS},
             "bytes_per_s": elementwise(),
             "fixed_s": fixed(),
@@ -95,7 +100,7 @@ def _calibrate(device: torch.device) -> dict[str, Any]:
     found["head_training"] = head(LONG[1] if not many else many[0], True)
     found["experts_training"] = sorted(experts(tokens, True) for tokens in (*LONG, *many))
     found["attention_training"] = attention(True)
-    found["chunks_training"] = {kind: recurrence(kind, 1024, training=True) for kind in OPS}
+    found["chunks_training"] = {kind: recurrence(kind, long(), training=True) for kind in OPS}
     facts = machine(device)
     dtype = "f32" if device.type == "cpu" else "bf16"
     about = {"calibration": FORMAT, "device": device.type, "dtype": dtype, "backend": ops.choose(1024, device)[0]}

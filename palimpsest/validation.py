@@ -91,7 +91,12 @@ def _work(model: Model, run: Run) -> Callable[[], Any]:
         return torch.no_grad()(lambda: model.logits(model.hidden(ids)[0][:, -1:]))
     with torch.no_grad():
         state = model.hidden(ids)[1]
-    return torch.no_grad()(lambda: model(ids[:, -1:], state))
+
+    def decode() -> None:
+        nonlocal state  # goes on, as in use: behind an old state the past is copied
+        state = model(ids[:, -1:], state).state
+
+    return torch.no_grad()(decode)
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:

@@ -25,7 +25,7 @@ from palimpsest.plan import flops
 from palimpsest.plan.counts import SIZES, weights
 from palimpsest.plan.devices import BANDWIDTH_EFFICIENCY, EFFICIENCY, Device, rate_of
 from palimpsest.plan.memory import conv_bytes, kv_bytes_per_token, kv_values, recurrent_bytes, recurrent_values
-from palimpsest.plan.training import activations, sources
+from palimpsest.plan.training import activations, recurrence_keeps, sources
 
 MESSAGE_S = 10e-6  # latency of one collective operation
 USABLE = 0.9  # of a device's memory, for weights and states
@@ -221,7 +221,9 @@ def _rows_of_expert(c: ModelConfig, tokens: int) -> float:
 
 
 def _activations(c: ModelConfig, rates: dict[str, Any], batch: int, tokens: int) -> float:
-    return activations(c, batch, tokens, rates["dtype"], compiled=rates["backend"] == "cpu")
+    """Bytes of all results but those inside recurrences, whose rates were measured whole."""
+    inside = sum(recurrence_keeps(kind, c, tokens) for kind in c.mixers if kind in LINEAR_MIXERS)
+    return activations(c, batch, tokens, rates["dtype"], compiled=True) - 4 * batch * tokens * inside
 
 
 def _recurrence(c: ModelConfig, kind: str, rates: dict[str, Any], batch: int, tokens: int) -> float:

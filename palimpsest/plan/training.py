@@ -89,7 +89,7 @@ def _recurrent(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> Kept:
         kept += Kept(channels)  # what q, k, v are cut from
     if taps:
         kept += Kept(channels * (tokens + taps - 1) / tokens, channels)
-    kept += Kept(0, _memory(kind, c, tokens, compiled))
+    kept += Kept(0, recurrence_keeps(kind, c, tokens, compiled))
     longer = 1 if compiled else _padding(tokens)  # o is a part of what the chunks wrote
     if kind == "linear_attention":
         kept += Kept((1 + longer) * out, heads) if c.linear_output_norm else Kept(0, heads * ((columns + 1) * longer + 1))
@@ -104,8 +104,8 @@ def _recurrent(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> Kept:
     return kept
 
 
-def _memory(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> float:
-    """What the recurrence itself keeps: q, k, v, the gate, write strengths, matrices of chunks, states that entered."""
+def recurrence_keeps(kind: str, c: ModelConfig, tokens: int, compiled: bool = True) -> float:
+    """Values a token, in float32, that the recurrence itself keeps: q, k, v, gate, write strengths, states that entered."""
     heads, keys, columns = c.linear_num_value_heads, c.linear_key_head_dim, state_columns(c, kind)
     corrects = kind != "linear_attention"
     rates = {"kda": keys, "gated_deltanet": 1}.get(kind, 0)
