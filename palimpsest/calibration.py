@@ -30,11 +30,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
 LONG = (128, 512, 2048)  # of training
 MANY = (8192, 32768)  # beside those on a GPU
 Op = Callable[..., tuple[Tensor, Tensor]]
+# As the mixers call them: norms and gate inside.
 OPS: dict[str, Op] = {
-    "linear_attention": lambda q, k, v, g, b, s: ops.linear_attention(q, k, v, state=s),
-    "deltanet": lambda q, k, v, g, b, s: ops.delta_rule(q, k, v, b, state=s),
-    "gated_deltanet": lambda q, k, v, g, b, s: ops.gated_delta_rule(q, k, v, g[..., 0], b, state=s),
-    "kda": lambda q, k, v, g, b, s: ops.kda(q, k, v, g, b, state=s),
+    "linear_attention": lambda q, k, v, g, b, s, gate: ops.linear_attention(q, k, v, state=s),
+    "deltanet": lambda q, k, v, g, b, s, gate: ops.delta_rule(q, k, v, b, state=s, qk_l2norm=True),
+    "gated_deltanet": lambda q, k, v, g, b, s, gate: ops.gated_delta_rule(
+        q, k, v, g[..., 0], b, state=s, A_log=gate[0], dt_bias=gate[1][::64], qk_l2norm=True
+    ),
+    "kda": lambda q, k, v, g, b, s, gate: ops.kda(q, k, v, g, b, state=s, A_log=gate[0], dt_bias=gate[1], qk_l2norm=True),
 }
 # Presets whose layers, too small to be work, tell what a sublayer costs for its calls alone.
 TINY = ("gpt2-tiny", "smollm2-tiny", "linear-attention-tiny", "deltanet-tiny", "gated-deltanet-tiny", "kda-tiny")
@@ -202,13 +205,14 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
     layers, drawn = 1 if tokens > 2 else 12, []
     for _ in range(layers):
         q, k, g = torch.randn(3, copies(), tokens, 8, 64).unbind()
-        v, beta = torch.randn(copies(), tokens, 8, columns), torch.rand(copies(), tokens, 8)
-        leaves = [x.requires_grad_(training) for x in (ops.l2norm(q), ops.l2norm(k), v, -0.1 * g.sigmoid(), beta)]
+        v, beta = torch.randn(copies(), tokens, 8, columns), torch.rand(copies(), tokens, 8, dtype=torch.float32)
+        leaves = [x.requires_grad_(training) for x in (q, k, v, g, beta)]
         drawn.append([*leaves, torch.zeros(copies(), 8, 64, columns, dtype=torch.float32)])
+    gate = torch.zeros(8, dtype=torch.float32), torch.full((512,), -4.0, dtype=torch.float32)  # forgets 2 % a token
 
     def run() -> None:
         for values in drawn:
-            o, _ = OPS[kind](*values)
+            o, _ = OPS[kind](*values, gate)
             if training:
                 torch.autograd.grad(o.sum(), values[:5], allow_unused=True)
 
