@@ -53,14 +53,13 @@ def tokenize(
     check_json(json)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: not an empty folder; give another --out")
-    from palimpsest import material
+    from palimpsest import material, run_folder
 
     existed, learned = out.exists(), material.make_tokenizer(tokenizer, text, encoding_errors)
     try:
         tokens = material.prepare(text, out, learned, encoding_errors)
     except (InputError, KeyboardInterrupt):
-        if not existed and out.exists() and not any(out.iterdir()):
-            out.rmdir()
+        run_folder.leave(out, existed)
         raise
     facts = {"tokens": tokens.num_tokens, "documents": len(tokens.document_starts), "text_bytes": tokens.num_bytes}
     facts |= {"vocab_size": tokens.vocab_size, "file_bytes": tokens.path.stat().st_size}
