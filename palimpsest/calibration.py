@@ -5,24 +5,32 @@ On a CPU in float32, on a GPU in bfloat16.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from palimpsest import ops, residuals
 from palimpsest.benchmark import machine, median_seconds
-from palimpsest.config import ModelConfig
+from palimpsest.config import ModelConfig, TrainConfig
+from palimpsest.gradients import backward
+from palimpsest.linear import RMSNorm
 from palimpsest.mixers import MLA
 from palimpsest.mixers.attention import causal_attention
-from palimpsest.model import Model
+from palimpsest.model import Block, Model
 from palimpsest.moe import Experts
+from palimpsest.ops.linear import FEW
+from palimpsest.optim import make_optimizer
 from palimpsest.plan import flops
+from palimpsest.plan.counts import SIZES
 from palimpsest.plan.devices import FORMAT
-from palimpsest.plan.times import form_of_mixer, form_of_mlp, forms
+from palimpsest.plan.times import MOVED, form_of_mixer, form_of_mlp
+from palimpsest.plan.training import Kept, norm
 from palimpsest.progress import keep_memory
 from palimpsest.state import Segments
 
@@ -39,9 +47,20 @@ OPS: dict[str, Op] = {
     ),
     "kda": lambda q, k, v, g, b, s, gate: ops.kda(q, k, v, g, b, state=s, A_log=gate[0], dt_bias=gate[1], qk_l2norm=True),
 }
-# Presets whose layers, too small to be work, tell what a sublayer costs for its calls alone.
-TINY = ("gpt2-tiny", "smollm2-tiny", "linear-attention-tiny", "deltanet-tiny", "gated-deltanet-tiny", "kda-tiny")
-TINY += ("kimi-linear-tiny", "hybrid-latent-moe-tiny")
+# Layers too small to be work, which tell what a layer costs for its calls alone: preset, mixer, MLP, other fields. What one of
+# them brings that those before it did not is found by subtraction.
+TINY: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    *((f"{kind.replace('_', '-')}-tiny", kind, "swiglu", {}) for kind in OPS),
+    ("smollm2-tiny", "attention", "swiglu", {}),
+    ("smollm2-tiny", "attention", "swiglu", {"position": "none"}),
+    ("gpt2-tiny", "attention", "gelu", {}),
+    ("kimi-linear-tiny", "mla", "swiglu", {}),
+    ("kimi-linear-tiny", "kda", "moe", {}),
+    ("hybrid-latent-moe-tiny", "kda", "situ", {}),
+    ("hybrid-latent-moe-tiny", "kda", "moe", {}),
+    ("hybrid-latent-moe-tiny", "mla", "situ", {}),
+)
+SHALLOW, DEEP = 2, 10  # layers
 
 
 def calibrate(device: torch.device) -> dict[str, Any]:
@@ -97,13 +116,16 @@ def _calibrate(device: torch.device) -> dict[str, Any]:
             "chunks": {kind: recurrence(kind, long()) for kind in OPS},
             "steps": {kind: recurrence(kind, 1) for kind in OPS},
             "bytes_per_s": elementwise(),
-            "fixed_s": fixed(),
         }
     found["linear_training"] = [[rows, linear(rows, True)] for rows in (*LONG, *many)]
-    found["head_training"] = head(LONG[1] if not many else many[0], True)
+    rows = LONG[1] if not many else many[0]
+    found["head_training"] = {"whole eights": head(rows, True), "odd": head(rows, True, 32767)}
     found["experts_training"] = sorted(experts(tokens, True) for tokens in (*LONG, *many))
     found["attention_training"] = attention(True)
     found["chunks_training"] = {kind: recurrence(kind, long(), training=True) for kind in OPS}
+    found["elementwise_training"] = {kind: elementwise_training(kind) for kind in ("rms", "layer")}
+    found["optimizer"] = optimizer()
+    found["fixed_s"] = {kind: fixed(kind) for kind in ("decode", "prefill", "training")}
     facts = machine(device)
     dtype = "f32" if device.type == "cpu" else "bf16"
     about = {"calibration": FORMAT, "device": device.type, "dtype": dtype, "backend": ops.choose(1024, device)[0]}
@@ -118,29 +140,32 @@ def linear(rows: int, training: bool = False) -> float:
 
     def run() -> None:
         for weight in stack:
-            y = F.linear(x, weight)
+            y = ops.linear(x, weight)
             if training:
                 torch.autograd.grad(y, [x, weight], y.detach())
 
     return (3 if training else 1) * 2 * rows * len(stack) * 3072 * 768 / timed(run, 5)
 
 
-def head(rows: int, training: bool = False) -> float:
-    """Operations a second of logits over 32,768 words from x [rows,768]; in training of their loss and its gradients."""
-    weight, x = torch.randn(32768, 768, requires_grad=training), torch.randn(rows, 768, requires_grad=training)
+def head(rows: int, training: bool = False, words: int = 32768) -> float:
+    """Operations a second of logits from x [rows,768]; in training of their loss and its gradients. A GPU's products may want
+    rows of whole 16 bytes, which a vocabulary of an odd size does not give them."""
+    weight, x = torch.randn(words, 768, requires_grad=training), torch.randn(rows, 768, requires_grad=training)
     targets = torch.zeros(rows, dtype=torch.long)
 
     def run() -> None:
         if training:
             ops.linear_cross_entropy(x, weight, targets).backward()
         else:
-            F.linear(x, weight)
+            ops.linear(x, weight)
 
     return (3 if training else 1) * 2 * rows * weight.numel() / timed(run, 5)
 
 
 def experts(tokens: int, training: bool = False) -> list[float]:
     """[rows an expert, operations a second] of 2 of 8 experts 256 wide at width 512, in layers enough to fill no cache."""
+    if here().type == "cpu" and tokens <= FEW and not training:
+        return _experts_of_a_step(tokens)
     config = ModelConfig.preset("kimi-linear-65m")
     layers = [Experts(config) for _ in range(6)]
     choice = torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
@@ -156,6 +181,19 @@ def experts(tokens: int, training: bool = False) -> list[float]:
 
     work = (3 if training else 1) * len(layers) * 6 * 2 * tokens * 256 * 512
     return [2 * tokens / len(choice.unique()), work / timed(run, 5)]
+
+
+def _experts_of_a_step(tokens: int) -> list[float]:
+    """The same as a decoding step on a CPU takes it, a whole sublayer in one call (step.py), if without a shared expert."""
+    config = ModelConfig.preset("kimi-linear-65m", num_shared_experts=0)
+    blocks = [Block(config, 1) for _ in range(6)]
+    for block in blocks:
+        for weight in (*block.mlp.experts.parameters(), block.mlp.gate.weight):  # type: ignore[union-attr]
+            weight.normal_()  # type: ignore[operator]
+    x, segments = torch.randn(tokens, 1, 512), Segments((1,) * tokens, (1,) * tokens, None, here())
+    used = sum(len(block.mlp.gate(block.mlp_norm(x).flatten(0, 1))[0].unique()) for block in blocks) / len(blocks)
+    seconds = timed(lambda: [block._feed([x], segments) for block in blocks], 5)
+    return [2 * tokens / used, len(blocks) * 6 * 2 * tokens * 256 * 512 / seconds]
 
 
 def attention(training: bool) -> float:
@@ -187,27 +225,29 @@ def latent_cache() -> float:
     """The same of the latents of MLA, in its absorbed form."""
     mixer, size = MLA(ModelConfig.preset("kimi-linear-65m")), 4096
     layers = [torch.randn(copies(), size, mixer.rank + mixer.rope) for _ in range(6)]
-    query = torch.randn(copies(), 1, mixer.heads, mixer.nope), torch.randn(copies(), 1, mixer.heads, mixer.rope)
+    query = torch.randn(copies(), 1, mixer.heads, mixer.rank + mixer.rope)
     segments = Segments((size - 1,) * copies(), (1,) * copies(), None, here())
 
     def run() -> None:
         for rows in layers:
-            mixer.attend_absorbed(*query, rows, segments)
+            key = rows.unsqueeze(2)
+            causal_attention(query, key, key[..., : mixer.rank], segments, 0.125)
 
     return sum(rows.nbytes for rows in layers) / timed(run, 5)
 
 
 def recurrence(kind: str, tokens: int, training: bool = False) -> float:
-    """Operations a second over many tokens, counted as chunks, or bytes of state a second for one; 8 heads of 64 x 64."""
+    """Operations a second over many tokens, counted as chunks, or bytes of state a second for one; 8 heads of 64 x 64. One
+    token each of so many sequences that the call is no part of the time."""
     sizes = {"linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
     config = ModelConfig.preset("kda-tiny", **sizes)
     columns = 65 if kind == "linear_attention" else 64
-    layers, drawn = 1 if tokens > 2 else 12, []
+    layers, drawn, batch = 1 if tokens > 2 else 12, [], copies() if tokens > 2 else max(copies(), 16)
     for _ in range(layers):
-        q, k, g = torch.randn(3, copies(), tokens, 8, 64).unbind()
-        v, beta = torch.randn(copies(), tokens, 8, columns), torch.rand(copies(), tokens, 8, dtype=torch.float32)
+        q, k, g = torch.randn(3, batch, tokens, 8, 64).unbind()
+        v, beta = torch.randn(batch, tokens, 8, columns), torch.rand(batch, tokens, 8, dtype=torch.float32)
         leaves = [x.requires_grad_(training) for x in (q, k, v, g, beta)]
-        drawn.append([*leaves, torch.zeros(copies(), 8, 64, columns, dtype=torch.float32)])
+        drawn.append([*leaves, torch.zeros(batch, 8, 64, columns, dtype=torch.float32)])
     gate = torch.zeros(8, dtype=torch.float32), torch.full((512,), -4.0, dtype=torch.float32)  # forgets 2 % a token
 
     def run() -> None:
@@ -218,12 +258,9 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
 
     seconds = timed(run, 7)
     if tokens <= 2:
-        return copies() * layers * 4 * 8 * 64 * columns / seconds
-    return (
-        copies()
-        * (flops.recurrence(config, kind, tokens) + training * flops.recurrence_backward(config, kind, tokens))
-        / seconds
-    )
+        return batch * layers * 4 * 8 * 64 * columns / seconds
+    work = flops.recurrence(config, kind, tokens) + training * flops.recurrence_backward(config, kind, tokens)
+    return batch * work / seconds
 
 
 def elementwise() -> float:
@@ -232,37 +269,86 @@ def elementwise() -> float:
     return 5 * x.nbytes / timed(lambda: F.silu(x) * y, 9)
 
 
-def fixed() -> dict[str, float]:
-    """Seconds of each kind of sublayer for one token of a tiny model, of a norm, of a residual's source, of a pass."""
-    found: dict[str, float] = {}
-    for preset in TINY:
-        model = Model(ModelConfig.preset(preset)).eval()
-        config = model.config
-        ids = torch.ones(1, 1, dtype=torch.long)
-        state = model(ids).state
-        x, segments = torch.randn(1, 1, config.hidden_size), Segments((1,), (1,), None, here())
-        blocks: list[Any] = list(model.layers)
-        for index, (block, held) in enumerate(zip(blocks, state.layers, strict=True)):
-            mixer, mlp = form_of_mixer(config, config.mixers[index]), form_of_mlp(config, config.mlps[index])
-            if mixer not in found:
-                found[mixer] = _brief(lambda b=block, h=held, y=x, s=segments: b.mixer(y, h, s))
-            if mlp not in found:
-                found[mlp] = _brief(lambda b=block, y=x: b.mlp(y))
-        found.setdefault(f"norm {config.norm}", _brief(lambda n=model.norm, y=x: n(y) + y))
-        if "pass" not in found:
-            found["pass"] = 0.0
-            whole = _brief(lambda m=model, i=ids, s=state: m(i, s))
-            found["pass"] = max(whole - sum(count * found[form] for form, count in forms(config).items() if count), 0.0)
-    values, weight = [torch.randn(1, 1, 64) for _ in range(4)], torch.ones(64)
-    found["source"] = _brief(lambda: residuals.mix(values, weight, weight)) / 4
+def elementwise_training(kind: str) -> float:
+    """Bytes a second of a norm of this kind, an activation and a sum, forward and backward, counted as plans count them."""
+    config = ModelConfig.preset("gpt2-tiny" if kind == "layer" else "kda-tiny", hidden_size=768)
+    layer = (nn.LayerNorm if kind == "layer" else RMSNorm)(768)
+    x, rows = torch.randn(copies(), 1024, 768, requires_grad=True), copies() * 1024
+    kept = (norm(config) + Kept(768)).num_bytes("f32" if x.dtype == torch.float32 else "bf16")
+
+    def run() -> None:
+        y = x + F.silu(layer(x))
+        torch.autograd.grad(y, [x, *layer.parameters()], y.detach())
+
+    return 3 * MOVED * rows * kept / timed(run, 9)
+
+
+def optimizer() -> float:
+    """Parameters a second of the optimiser's step."""
+    model = Model(ModelConfig.preset("gpt2-124m", num_hidden_layers=2))
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    return model.num_parameters() / timed(make_optimizer(model, TrainConfig()).step, 5)
+
+
+def work_of(model: Model, kind: str, ids: Tensor) -> Callable[[], Any]:
+    """A decoding step behind ids [B,T], which goes on from call to call; their prefill; or forward and backward over them."""
+    if kind == "training":
+
+        def train() -> None:
+            model.zero_grad()
+            backward(model, [(ids, ids, None)])
+
+        return train
+    if kind == "prefill":
+        return torch.no_grad()(lambda: model.logits(model.hidden(ids)[0][:, -1:]))
+    with torch.no_grad():
+        state = model.hidden(ids)[1]
+
+    def decode() -> None:
+        nonlocal state  # behind an old state the past would be copied
+        state = model(ids[:, -1:], state).state
+
+    return torch.no_grad()(decode)
+
+
+def fixed(kind: str) -> dict[str, float]:
+    """Seconds of each form of layer in whole passes of tiny models, where they are one among others, and of a pass with none.
+
+    A layer is one mixer and one MLP, so that only their sum can be told: SwiGLU is counted with the mixers, and other MLPs are
+    what they take more. A residual's source is timed alone.
+    """
+    found: dict[str, float] = {form_of_mlp(ModelConfig.preset("kda-tiny"), "swiglu"): 0.0}
+    for preset, mixer, mlp, changes in TINY:
+        config, ids = ModelConfig.preset(preset, **changes), torch.ones(1, 8, dtype=torch.long)
+        few, many = (work_of(_tiny(config, mixer, mlp, layers), kind, ids) for layers in (SHALLOW, DEEP))
+        pairs = [(timed(few, 1), timed(many, 1)) for _ in range(15)]  # in turn: what slows the machine slows both
+        layer = statistics.median(slow - fast for fast, slow in pairs) / (DEEP - SHALLOW)
+        forms = form_of_mixer(config, mixer), form_of_mlp(config, mlp)
+        (new,) = [form for form in forms if form not in found]
+        found[new] = layer - sum(found[form] for form in forms if form != new)
+        found.setdefault("pass", statistics.median(fast for fast, _ in pairs) - SHALLOW * layer)
+    found["source"] = _source(kind)
     return found
 
 
-def _brief(work: Callable[[], Any], times: int = 20) -> float:
-    """Seconds of something short, run some times in a row."""
+def _tiny(config: ModelConfig, mixer: str, mlp: str, layers: int) -> Model:
+    """Such layers behind the first one of the configuration, without which its other fields would not fit."""
+    mixers, mlps = ((first, *[other] * (layers - 1)) for first, other in ((config.mixers[0], mixer), (config.mlps[0], mlp)))
+    return Model(replace(config, num_hidden_layers=layers, mixers=mixers, mlps=mlps))
+
+
+def _source(kind: str) -> float:
+    """Seconds of one of the sources that a site mixes."""
+    training = kind == "training"
+    values = [torch.randn(1, 1, 64, requires_grad=training) for _ in range(4)]
+    weight = torch.ones(64, requires_grad=training)
 
     def run() -> None:
-        for _ in range(times):
-            work()
+        for _ in range(20):
+            mixed = residuals.mix(values, weight, weight)
+            if training:
+                torch.autograd.grad(mixed, [*values, weight], mixed.detach())
 
-    return timed(run, 25) / times
+    with torch.set_grad_enabled(training):
+        return timed(run, 25) / 20 / len(values)

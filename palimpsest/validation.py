@@ -8,14 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from palimpsest.calibration import timed, working_on
+from palimpsest.calibration import timed, work_of, working_on
 from palimpsest.config import ModelConfig, TrainConfig
 from palimpsest.model import Model
 from palimpsest.optim import make_optimizer
 from palimpsest.plan import times
 from palimpsest.plan.devices import Device, calibrated
 from palimpsest.progress import keep_memory
-from palimpsest.train import backward
 
 ONE = times.Cut(1, 1)
 
@@ -62,41 +61,34 @@ def validate(calibration: dict[str, Any], where: torch.device, runs: tuple[Run, 
                 measured = timed(_work(model, run), repeats)
             if where.type == "cuda":
                 torch.cuda.empty_cache()  # libraries take their own memory, and what the last run held is not free to them
-            predicted = predict(model.config, run, device, dtype)
-            rows.append({**run._asdict(), "predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1})
+            parts = predict(model.config, run, device, dtype)
+            predicted = parts["total"]
+            times_of = {"predicted_s": predicted, "measured_s": measured, "error": predicted / measured - 1, "parts_s": parts}
+            rows.append({**run._asdict(), **times_of})
     median = statistics.median(abs(row["error"]) for row in rows)
     return {"rows": rows, "median_error": median, "calibration": calibration}
 
 
-def predict(config: ModelConfig, run: Run, device: Device, dtype: str) -> float:
-    """Seconds of one run."""
+def predict(config: ModelConfig, run: Run, device: Device, dtype: str) -> dict[str, float]:
+    """Seconds of one run by kind of work, and `total`."""
     if run.work == "training":
-        return times.training_seconds(config, device, ONE, run.batch, run.context)["total"]
+        return times.training_seconds(config, device, ONE, run.batch, run.context)
     new, past = (1, run.context) if run.work == "decode" else (run.context, 0)
-    return times.pass_seconds(config, dtype, device, ONE, run.batch, new, past, 1)["total"]
+    return times.pass_seconds(config, dtype, device, ONE, run.batch, new, past, 1)
 
 
 def _work(model: Model, run: Run) -> Callable[[], Any]:
     ids = torch.randint(model.config.vocab_size, (run.batch, run.context))
-    if run.work == "training":
-        optimizer = make_optimizer(model, TrainConfig())
+    work = work_of(model, run.work, ids)
+    if run.work != "training":
+        return work
+    optimizer = make_optimizer(model, TrainConfig())
 
-        def step() -> None:
-            optimizer.zero_grad()
-            backward(model, [(ids, ids, None)])
-            optimizer.step()
+    def step() -> None:
+        work()
+        optimizer.step()
 
-        return step
-    if run.work == "prefill":
-        return torch.no_grad()(lambda: model.logits(model.hidden(ids)[0][:, -1:]))
-    with torch.no_grad():
-        state = model.hidden(ids)[1]
-
-    def decode() -> None:
-        nonlocal state  # goes on, as in use: behind an old state the past is copied
-        state = model(ids[:, -1:], state).state
-
-    return torch.no_grad()(decode)
+    return step
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:

@@ -17,11 +17,11 @@ from typing import Any
 
 from palimpsest.config import InputError, suggestion
 
-FORMAT = 1  # of a calibration
+FORMAT = 2  # of a calibration
 # A calibration's fields: rates by number of rows as [[rows, operations a second], ...], and single numbers or tables of them.
 CURVES = ("linear", "linear_training", "head", "experts", "experts_training")
 KEYS = (*CURVES, "head_training", "attention", "attention_training", "cache", "chunks", "chunks_training", "steps", "fixed_s")
-KEYS += ("backend", "bytes_per_s", "dtype", "memory_bytes")
+KEYS += ("backend", "bytes_per_s", "elementwise_training", "optimizer", "dtype", "memory_bytes")
 EFFICIENCY = 0.6  # of the peak, for large products: what well-tuned training and prefill reach
 BANDWIDTH_EFFICIENCY = 0.8  # of the peak, for reads of weights and caches
 

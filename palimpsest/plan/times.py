@@ -1,10 +1,10 @@
 """Times from a roofline: each kind of work takes the longer of its arithmetic and its traffic, kinds follow one another.
 
     t = sum over kinds of max( flops / (peak efficiency), bytes / (bandwidth efficiency) ) + communication     (table devices)
-    t = sum over kinds of flops / measured rate + bytes / measured rate + fixed time of every sublayer         (calibrations)
+    t = sum over kinds of flops / measured rate + bytes / measured rate + fixed time of every layer            (calibrations)
 
-A GPU works while it is being asked for more: the calibrated time of a pass is the longer of the work and the fixed times
-(`calls`). In training, which waits for its norms, they add up.
+A GPU works while it is being asked for more: the calibrated time of a pass, in training forward and backward, is the longer
+of the work and the fixed times (`calls`). The optimiser's step, before which the loss is waited for, comes on top.
 
 Bytes of a pass: all weights but those of experts no token chose, E (1 - (1 - k/E)^tokens) of which are expected to be read;
 keys and values or latents once; recurrent matrices read and written.
@@ -116,9 +116,9 @@ def pass_seconds(
 
 
 def _total(parts: dict[str, float], device: Device) -> float:
-    whole = sum(parts.values())
+    whole, apart = sum(parts.values()), parts.get("optimizer", 0.0)
     if device.measured is not None and device.measured.get("device") == "cuda":
-        return max(parts["calls"], whole - parts["calls"])
+        return max(parts["calls"], whole - parts["calls"] - apart) + apart
     return whole
 
 
@@ -181,17 +181,18 @@ def form_of_mlp(c: ModelConfig, kind: str) -> str:
 
 
 def forms(c: ModelConfig) -> Counter[str]:
-    """What a pass runs: sublayers, norms, sources that attention residuals mix, and the pass itself."""
-    found = Counter({"pass": 1, f"norm {c.norm}": 2 * c.num_hidden_layers + 1})
+    """What a pass runs: sublayers with their norms, sources that attention residuals mix, and the pass itself."""
+    found = Counter({"pass": 1})
     found["source"] = sum(count for count in sources(c) if count > 1)
     found.update(form_of_mixer(c, kind) for kind in c.mixers)
     found.update(form_of_mlp(c, kind) for kind in c.mlps)
     return found
 
 
-def fixed_seconds(c: ModelConfig, rates: dict[str, Any]) -> float:
-    """Seconds of a pass that no work explains: calls of torch, one after the other."""
-    return sum(count * rates["fixed_s"][form] for form, count in forms(c).items() if count)
+def fixed_seconds(c: ModelConfig, rates: dict[str, Any], work: str) -> float:
+    """Seconds of a pass that no size explains: calls, one after the other. `work`: decode, prefill, or training (forward and
+    backward of a micro-batch), which go different ways through the same layers."""
+    return sum(count * rates["fixed_s"][work][form] for form, count in forms(c).items() if count)
 
 
 def _measured(
@@ -211,7 +212,7 @@ def _measured(
     parts["recurrence"] = sum(_recurrence(c, kind, rates, batch, tokens) for kind in c.mixers if kind in LINEAR_MIXERS)
     if tokens > 1:
         parts["elementwise"] = MOVED * _activations(c, rates, batch, tokens) / rates["bytes_per_s"]
-    parts["calls"] = fixed_seconds(c, rates)
+    parts["calls"] = fixed_seconds(c, rates, "prefill" if tokens > 1 else "decode")
     return parts
 
 
@@ -254,22 +255,22 @@ def training_seconds(
         parts["optimizer"] = parameter_bytes / (device.bytes_per_s * BANDWIDTH_EFFICIENCY) / accumulation
     else:
         parts = _measured_training(c, device.measured, ops, batch, tokens, recompute)
-        moved = 7 * SIZES[device.measured["dtype"]] * count  # as above
-        parts["optimizer"] = moved / device.measured["bytes_per_s"] / accumulation
+        parts["optimizer"] = count / device.measured["optimizer"] / accumulation
     parts = {kind: value * accumulation for kind, value in parts.items()}
-    return {**parts, "total": sum(parts.values())}
+    return {**parts, "total": _total(parts, device)}
 
 
 def _measured_training(
     c: ModelConfig, rates: dict[str, Any], ops: flops.Flops, batch: int, tokens: int, recompute: bool
 ) -> dict[str, float]:
     rows, again = batch * tokens, 4 / 3 if recompute else 1
+    words = "whole eights" if c.vocab_size % 8 == 0 else "odd"
     done = {
         "linear": ops["linear"] / rate_of(rates["linear_training"], rows),
-        "head": ops["head"] / rates["head_training"],
+        "head": ops["head"] / rates["head_training"][words],
         "attention": causal(ops["attention"], tokens, 0) / rates["attention_training"],
-        "elementwise": 3 * again * MOVED * _activations(c, rates, batch, tokens) / rates["bytes_per_s"],
-        "calls": 3 * again * fixed_seconds(c, rates),
+        "elementwise": 3 * again * MOVED * _activations(c, rates, batch, tokens) / rates["elementwise_training"][c.norm],
+        "calls": again * fixed_seconds(c, rates, "training"),
     }
     if ops["experts"]:
         done["experts"] = ops["experts"] / rate_of(rates["experts_training"], _rows_of_expert(c, rows))
