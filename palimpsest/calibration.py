@@ -134,7 +134,12 @@ def _calibrate(device: torch.device) -> dict[str, Any]:
 
 
 def linear(rows: int, training: bool = False) -> float:
-    """Operations a second of x [rows,768] against matrices [3072,768]: for few rows so many that no cache holds them."""
+    """Operations a second of x [rows,768] against matrices [3072,768]: for few rows so many that no cache holds them. A step
+    on a CPU takes them inside its sublayers: there those of SwiGLU, 768 wide."""
+    if _is_step(rows, training):
+        config = ModelConfig.preset("kda-124m")
+        blocks = _blocks(config)
+        return 2 * rows * len(blocks) * 3 * 768 * config.intermediate_size / _step_seconds(blocks, torch.randn(rows, 1, 768))
     stack = [torch.randn(3072, 768, requires_grad=training) for _ in range(32 if rows <= 32 else 4)]
     x = torch.randn(rows, 768, requires_grad=training)
 
@@ -150,21 +155,22 @@ def linear(rows: int, training: bool = False) -> float:
 def head(rows: int, training: bool = False, words: int = 32768) -> float:
     """Operations a second of logits from x [rows,768]; in training of their loss and its gradients. A GPU's products may want
     rows of whole 16 bytes, which a vocabulary of an odd size does not give them."""
-    weight, x = torch.randn(words, 768, requires_grad=training), torch.randn(rows, 768, requires_grad=training)
-    targets = torch.zeros(rows, dtype=torch.long)
+    heads = [torch.randn(words, 768, requires_grad=training) for _ in range(4 if rows <= 32 else 1)]  # no cache holds them all
+    x, targets = torch.randn(rows, 768, requires_grad=training), torch.zeros(rows, dtype=torch.long)
 
     def run() -> None:
-        if training:
-            ops.linear_cross_entropy(x, weight, targets).backward()
-        else:
-            ops.linear(x, weight)
+        for weight in heads:
+            if training:
+                ops.linear_cross_entropy(x, weight, targets).backward()
+            else:
+                ops.linear(x, weight)
 
-    return (3 if training else 1) * 2 * rows * weight.numel() / timed(run, 5)
+    return (3 if training else 1) * 2 * rows * len(heads) * words * 768 / timed(run, 5)
 
 
 def experts(tokens: int, training: bool = False) -> list[float]:
     """[rows an expert, operations a second] of 2 of 8 experts 256 wide at width 512, in layers enough to fill no cache."""
-    if here().type == "cpu" and tokens <= FEW and not training:
+    if _is_step(tokens, training):
         return _experts_of_a_step(tokens)
     config = ModelConfig.preset("kimi-linear-65m")
     layers = [Experts(config) for _ in range(6)]
@@ -184,16 +190,30 @@ def experts(tokens: int, training: bool = False) -> list[float]:
 
 
 def _experts_of_a_step(tokens: int) -> list[float]:
-    """The same as a decoding step on a CPU takes it, a whole sublayer in one call (step.py), if without a shared expert."""
-    config = ModelConfig.preset("kimi-linear-65m", num_shared_experts=0)
-    blocks = [Block(config, 1) for _ in range(6)]
-    for block in blocks:
-        for weight in (*block.mlp.experts.parameters(), block.mlp.gate.weight):  # type: ignore[union-attr]
-            weight.normal_()  # type: ignore[operator]
-    x, segments = torch.randn(tokens, 1, 512), Segments((1,) * tokens, (1,) * tokens, None, here())
+    blocks = _blocks(ModelConfig.preset("kimi-linear-65m", num_shared_experts=0))
+    x = torch.randn(tokens, 1, 512)
     used = sum(len(block.mlp.gate(block.mlp_norm(x).flatten(0, 1))[0].unique()) for block in blocks) / len(blocks)
-    seconds = timed(lambda: [block._feed([x], segments) for block in blocks], 5)
-    return [2 * tokens / used, len(blocks) * 6 * 2 * tokens * 256 * 512 / seconds]
+    return [2 * tokens / used, len(blocks) * 6 * 2 * tokens * 256 * 512 / _step_seconds(blocks, x)]
+
+
+def _is_step(rows: int, training: bool) -> bool:
+    """Whether so many rows may be a decoding step that goes by whole sublayers (step.py), whose calls are then measured."""
+    return here().type == "cpu" and rows <= FEW and not training
+
+
+def _blocks(config: ModelConfig) -> list[Any]:
+    """Layers with the last MLP of a configuration, more than a cache holds, that choose their experts by chance."""
+    blocks: list[Any] = [Block(config, config.num_hidden_layers - 1) for _ in range(12)]
+    for block in blocks:
+        for weight in block.mlp.parameters():
+            weight.normal_(0, 0.02)
+    return blocks
+
+
+def _step_seconds(blocks: list[Any], x: Tensor) -> float:
+    """Seconds of their MLPs for x [rows,1,D], a token of each of so many sequences."""
+    segments = Segments((1,) * len(x), (1,) * len(x), None, here())
+    return timed(lambda: [block._feed([x], segments) for block in blocks], 9)
 
 
 def attention(training: bool) -> float:
