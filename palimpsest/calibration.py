@@ -27,7 +27,6 @@ from palimpsest.moe import Experts
 from palimpsest.ops.linear import FEW
 from palimpsest.optim import make_optimizer
 from palimpsest.plan import flops
-from palimpsest.plan.counts import SIZES
 from palimpsest.plan.devices import FORMAT
 from palimpsest.plan.times import MOVED, form_of_mixer, form_of_mlp
 from palimpsest.plan.training import Kept, norm

@@ -165,7 +165,8 @@ FILES = {
     "deep.json": 9999 * "[",
     "unlike.json": json.dumps({"model_type": "kimi_linear", "hidden_size": 8}),
     "other.json": json.dumps({"model_type": "mamba", "hidden_size": 8}),
-    "old.json": json.dumps({"calibration": 1, "linear": []}),
+    "old.json": json.dumps({"calibration": 2, "linear": []}),
+    "older.json": json.dumps({"calibration": 1, "linear": []}),
 }
 NONSENSE: list[tuple[list[str], str]] = [
     ([], "no model was given"),
@@ -188,6 +189,7 @@ NONSENSE: list[tuple[list[str], str]] = [
     (["kimi-k3", "--device", "h2000"], "device is 'h2000'.*did you mean 'h200'"),
     (["kimi-k3", "--device", "list.json"], "list.json: not a calibration"),
     (["kimi-k3", "--device", "broken.json"], "broken.json: not a calibration"),
+    (["kimi-k3", "--device", "older.json"], "older.json: not a calibration of format 2; write one with"),
     (["kimi-k3", "--device", "old.json"], "old.json: field 'linear_training' is missing"),
     (["kimi-k3", "--dtype", "fp8"], "dtype is 'fp8'; it must be one of f32"),
     (["gpt2-124m", "--dtype", "mxfp4"], "dtype is 'mxfp4'.*choose bf16"),

@@ -11,14 +11,18 @@ import torch
 
 import palimpsest as pal
 from palimpsest import calibration, validation
-from palimpsest.plan import devices, times
+from palimpsest.ops import cpu, cpu_layer
+from palimpsest.ops.linear import FEW
+from palimpsest.plan import devices, flops, times
 from palimpsest.plan.claims import claims, depth_traffic
-from palimpsest.plan.counts import weight_bytes
+from palimpsest.plan.counts import weight_bytes, weights
 from palimpsest.plan.memory import state_bytes
+from palimpsest.plan.training import activations
 
 ROOT = Path(__file__).parents[1]
 H200 = devices.TABLE["h200"]
 ONE = times.Cut(1, 1)
+WORKS = ("decode", "prefill", "training")
 
 
 def rates(**changes: Any) -> dict[str, Any]:
@@ -28,10 +32,11 @@ def rates(**changes: Any) -> dict[str, Any]:
     forms = [*kinds, "attention", "attention rope", "mla", "mla low-rank", "gelu", "swiglu", "situ", "moe", "moe latent"]
     found: dict[str, Any] = {key: [[1, fast], [1000, fast]] for key in devices.CURVES}
     found |= {key: dict.fromkeys(kinds, fast) for key in ("chunks", "chunks_training", "steps")}
-    found |= {"cache": {"attention": fast, "mla": fast}, "fixed_s": dict.fromkeys([*forms, "norm rms", "norm layer"], 0.0)}
-    found["fixed_s"] |= {"pass": 0.0, "source": 0.0}
-    found |= dict.fromkeys(("attention", "attention_training", "head_training", "bytes_per_s"), fast)
-    return {**found, "calibration": 1, "backend": "chunked", "dtype": "f32", "memory_bytes": 10**9, **changes}
+    found |= {"cache": {"attention": fast, "mla": fast}, "head_training": {"whole eights": fast, "odd": fast}}
+    found["fixed_s"] = {work: dict.fromkeys((*forms, "pass", "source"), 0.0) for work in WORKS}
+    found |= dict.fromkeys(("attention", "attention_training", "bytes_per_s", "optimizer"), fast)
+    found["elementwise_training"] = {"rms": fast, "layer": fast}
+    return {**found, "calibration": 2, "backend": "chunked", "dtype": "f32", "memory_bytes": 10**9, **changes}
 
 
 def test_one_sequence_reads_its_weights_and_its_cache() -> None:
@@ -112,7 +117,7 @@ def test_calls_are_counted_by_form() -> None:
     found = times.forms(pal.ModelConfig.preset("kimi-k3-tiny"))
     layers = {"kda": 3, "mla low-rank": 2, "situ": 1, "moe latent": 4}
     # Ten sites mix: four of two sources, four of three, two of four.
-    assert found == {"pass": 1, "norm rms": 11, "source": 28, **layers}
+    assert found == {"pass": 1, "source": 28, **layers}
     assert times.forms(pal.ModelConfig.preset("smollm2-tiny"))["attention rope"] == 4
 
 
@@ -122,6 +127,103 @@ def test_a_state_is_moved_once_a_token_and_memory_costs_calls() -> None:
     device = devices.calibrated(measured, "here")
     found = times.pass_seconds(config, "f32", device, ONE, 3, 1, 99, 1)
     assert found["total"] == pytest.approx(3 * state_bytes(config, 1, 1, "f32")["recurrent"] / 1e9, rel=1e-6)
+
+
+def test_calls_cost_what_they_do_in_that_work() -> None:
+    config = pal.ModelConfig.preset("kda-tiny", num_hidden_layers=3)
+    costs = {
+        work: {"pass": 1.0 * scale, "kda": 2.0 * scale, "swiglu": 0.0} for work, scale in zip(WORKS, (1, 10, 100), strict=True)
+    }
+    device = devices.calibrated(rates(fixed_s=costs), "here")
+    decode, prefill = (times.pass_seconds(config, "f32", device, ONE, 1, new, 9, 1)["total"] for new in (1, 5))
+    training, again = (times.training_seconds(config, device, ONE, 1, 64, recompute)["total"] for recompute in (False, True))
+    assert [decode, prefill, training, again] == pytest.approx([7, 70, 700, 700 * 4 / 3], rel=1e-6)
+
+
+def test_a_gpu_is_asked_while_it_works_and_waited_for_before_the_optimizer() -> None:
+    config = pal.ModelConfig.preset("kda-tiny")
+    count = sum(row.numel for row in weights(config))
+    slow, fast = ({work: {"pass": seconds, "kda": 0.0, "swiglu": 0.0} for work in WORKS} for seconds in (50.0, 1.0))
+    work = flops.training(config, 1, 64)["linear"]
+    for calls, expected_s in ((slow, 50 + 3), (fast, 20 + 3)):
+        rate = {"linear_training": [[1, work / 20], [2, work / 20]], "optimizer": count / 3, "fixed_s": calls}
+        device = devices.calibrated(rates(device="cuda", **rate), "here")
+        assert times.training_seconds(config, device, ONE, 1, 64)["total"] == pytest.approx(expected_s, rel=1e-6)
+        device = devices.calibrated(rates(device="cpu", **rate), "here")
+        assert times.training_seconds(config, device, ONE, 1, 64)["total"] == pytest.approx(20 + calls["training"]["pass"] + 3)
+
+
+@pytest.mark.parametrize(("words", "kind"), [(512, "whole eights"), (511, "odd")])
+def test_training_of_a_head_goes_by_the_size_of_its_vocabulary(words: int, kind: str) -> None:
+    config = pal.ModelConfig.preset("kda-tiny", vocab_size=words)
+    head_s = rates()["head_training"] | {kind: 1e6}
+    found = times.training_seconds(config, devices.calibrated(rates(head_training=head_s), "here"), ONE, 2, 64)["total"]
+    assert found == pytest.approx(6 * 2 * 63 * config.hidden_size * words / 1e6, rel=1e-6)
+
+
+def test_training_moves_what_its_norms_move() -> None:
+    config = pal.ModelConfig.preset("gpt2-tiny")
+    device = devices.calibrated(rates(elementwise_training={"rms": 1e30, "layer": 1e9}), "here")
+    moved = 3 * times.MOVED * activations(config, 2, 64, "f32", compiled=True)
+    assert times.training_seconds(config, device, ONE, 2, 64)["total"] == pytest.approx(moved / 1e9, rel=1e-6)
+
+
+# What layers of made-up machines take, MLPs beside the SwiGLU that each mixer's number includes.
+TRUE_S = {"pass": 7.0, "swiglu": 0.0, "gelu": -0.25, "situ": 0.5, "moe": 4.0, "moe latent": 5.0, "attention": 1.0, "mla": 2.5}
+TRUE_S |= {
+    "attention rope": 1.5,
+    "mla low-rank": 2.75,
+    "kda": 3.0,
+    "gated_deltanet": 2.0,
+    "deltanet": 1.75,
+    "linear_attention": 1.25,
+}
+
+
+def test_forms_are_told_apart_by_whole_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole passes that take what their layers take give back what each takes, also of models not measured."""
+
+    def whole(config: pal.ModelConfig) -> float:
+        return sum(count * TRUE_S[form] for form, count in times.forms(config).items() if count)
+
+    monkeypatch.setattr(calibration, "work_of", lambda model, kind, ids: model.config)
+    monkeypatch.setattr(calibration, "timed", lambda work, repeats: 0.0 if callable(work) else whole(work))
+    found = calibration.fixed("decode")
+    assert found.pop("source") == 0
+    assert found == pytest.approx(TRUE_S)
+    for name in ("kimi-linear-48b", "gpt2-124m", "qwen3-next-tiny"):
+        config = pal.ModelConfig.preset(name)
+        assert times.fixed_seconds(config, {"fixed_s": {"decode": {**found, "source": 0.0}}}, "decode") == pytest.approx(
+            whole(config)
+        )
+
+
+@pytest.mark.skipif(not cpu.serves(), reason="the compiled backend does not run here")
+def test_few_rows_are_calibrated_as_a_step_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the call of a whole sublayer, up to as many rows as a step may have; more rows by the maps alone."""
+    calls: list[str] = []
+    for name in ("mlp", "experts"):
+        inner = getattr(cpu_layer, name)
+        monkeypatch.setattr(cpu_layer, name, lambda *given, name=name, inner=inner: (calls.append(name), inner(*given))[1])
+    monkeypatch.setattr(calibration, "median_seconds", lambda work, repeats: (work(), 1.0)[1])
+    with torch.no_grad():
+        assert calibration.linear(FEW) == 2 * FEW * 12 * 3 * 768 * 2048 and calls == 12 * ["mlp"]
+        calibration.linear(FEW + 1)
+        assert calibration.experts(1)[0] == 1 and calls == 12 * ["mlp"] + 12 * ["experts"]
+        rows, rate = calibration.experts(4)
+    assert 1 <= rows <= 4 and rate == 12 * 6 * 2 * 4 * 256 * 512
+
+
+def test_decoding_is_timed_from_token_to_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a state that has been used before the past would be copied."""
+    model = pal.Model(pal.ModelConfig.preset("gpt2-tiny")).eval()
+    ids, lengths = torch.ones(2, 5, dtype=torch.long), []
+    step = calibration.work_of(model, "decode", ids)
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda ids, state: (lengths.append(state.lengths), forward(ids, state))[1])
+    for _ in range(3):
+        step()
+    assert lengths == [(5, 5), (6, 6), (7, 7)]
 
 
 @pytest.mark.slow
@@ -140,6 +242,7 @@ def test_a_validation_says_what_was_predicted_and_measured() -> None:
     result = validation.validate(rates(), torch.device("cpu"), runs, repeats=1)
     for row in result["rows"]:
         assert row["measured_s"] > 0 and row["error"] == row["predicted_s"] / row["measured_s"] - 1
+        assert row["predicted_s"] == row["parts_s"]["total"]
     assert result["median_error"] == sorted(abs(row["error"]) for row in result["rows"])[1]
     assert len(list(validation.lines(result))) == len(runs) + 2
 
@@ -154,7 +257,7 @@ def test_the_recorded_validations_hold(name: str) -> None:
     device = devices.calibrated(result["calibration"], "recorded")
     for row in result["rows"]:
         run = validation.Run(row["work"], row["preset"], row["context"], row["batch"])
-        again = validation.predict(pal.ModelConfig.preset(run.preset), run, device, result["calibration"]["dtype"])
+        again = validation.predict(pal.ModelConfig.preset(run.preset), run, device, result["calibration"]["dtype"])["total"]
         assert again == pytest.approx(row["predicted_s"], rel=1e-9), "times changed: measure again"
 
 

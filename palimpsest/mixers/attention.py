@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...], scale: float
     return o.transpose(1, 2)[..., :channels]
 
 
-def _kernels(q: Tensor) -> AbstractContextManager[None]:
+def _kernels(q: Tensor) -> AbstractContextManager[Any]:
     """Which of torch's kernels may serve: cuDNN's plans are made anew for every number of rows, some 20 ms at every token."""
     if q.shape[1] > 1 or not q.is_cuda:
         return nullcontext()
