@@ -116,7 +116,7 @@ def _about(device: torch.device | None = None) -> dict[str, Any]:
 
 @benchmark.command
 def calibrate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
-    """Measure what this machine reaches, for `palimpsest plan --device FILE`. Half a minute; nothing else should run.
+    """Measure what this machine reaches, for `palimpsest plan --device FILE`. A minute or two; nothing else should run.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def calibrate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
 
 @benchmark.command
 def validate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
-    """Calibrate, run decode, prefill and training of three models, and compare with what is planned. Two minutes.
+    """Calibrate, run decode, prefill and training of three models, and compare with what is planned. A few minutes.
 
     Parameters
     ----------
