@@ -30,7 +30,9 @@ def launches(op: str, key_dim: int, value_dim: int, heads: int, dtype: torch.dty
             "step",
             "scan_back",
             "pairs_back",
-            "chunk_back",
+            "states_back",
+            "chunk_back_vector",
+            "chunk_back_scalar",
         ):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, Recorder(getattr(module, name), found))

@@ -322,8 +322,11 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
     if kernel == "pairs_back":
         return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
-    if kernel == "chunk_back":
-        return {"BK": min(64, given.padded), "BV": max(16, min(64, value_dim)), "num_warps": 8, "num_stages": 1}
+    if kernel == "chunk_back" and given.vector:
+        return {"BK": min(64, given.padded), "num_warps": 8, "num_stages": 1}
+    if kernel in ("states_back", "chunk_back"):
+        tile = {"BK": min(64, given.padded), "BV": max(16, min(64 if given.half else 32, value_dim))}
+        return {**tile, "num_warps": 4, "num_stages": 2 if given.half else 1}
     if not given.half:
         return {"BV": max(16, min(32, value_dim)), "num_warps": 8, "num_stages": 1}
     # Tiles of 32 channels without prefetching meet a fault of ptxas 12.8: it uses an address before it is there.
