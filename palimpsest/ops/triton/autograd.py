@@ -47,12 +47,13 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     rows, squares = ready.rows, (ready.reads, ready.solve)  # the pass over pairs writes its results where these were
     d_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     d_beta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
-    along = q.new_empty(slots, heads, 2, CHUNK, dtype=torch.float32) if given.norm else None
+    along = q.new_empty(slots, heads, 3, CHUNK, dtype=torch.float32)
+    total = running(given) if given.gate and not given.vector else None
     bounds, numbers, sizes = given.table()[0], (v.shape[1], given.chunks), given.sizes()
     pairs_back[(heads, slots)](
-        v, o, d_o, updates, adjoint, rows, d_v, d_beta, *squares, along, bounds, *numbers, _stride(v), given.scale,
-        VALUE_HEADS=heads, V=value_dim, COLUMNS=rows.shape[2] * CHUNK, LOGIT=given.logit, NORM=given.norm, ERASE=given.erase,
-        PACKED=sizes["PACKED"], DT=sizes["DT"], **config(given, "pairs_back"),
+        k, v, o, d_o, updates, adjoint, rows, total, d_v, d_beta, *squares, along, bounds,
+        *numbers, _stride(k), _stride(v), given.scale, HEADS=q.shape[2], VALUE_HEADS=heads, K=key_dim, V=value_dim, COLUMNS=rows.shape[2] * CHUNK, LOGIT=given.logit, NORM=given.norm, ERASE=given.erase,
+        FADES=total is not None, PACKED=sizes["PACKED"], DT=sizes["DT"], **config(given, "pairs_back"),
     )  # fmt: skip
     del o
     if given.vector:
@@ -65,7 +66,7 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
         del updates, adjoint, entering, leaving  # before as much is asked for again
         d_q, d_k, *gate = _vector(given, ready, along)
     else:
-        d_q, d_k, *gate = _scalar(given, ready, (d_o, updates, adjoint, entering, leaving), along)
+        d_q, d_k, *gate = _scalar(given, ready, total, (d_o, updates, adjoint, entering, leaving), along)
     repeat = heads // q.shape[2]
     if repeat > 1:
         d_q, d_k = (x.unflatten(2, (-1, repeat)).sum(3).to(like.dtype) for x, like in ((d_q, q), (d_k, k)))
@@ -79,12 +80,12 @@ def _of_keys(given: Inputs) -> list[Tensor]:
     return [given.v.new_empty(shape, dtype=torch.float32 if shared else x.dtype) for x in (given.q, given.k)]
 
 
-def _vector(given: Inputs, ready: Prepared, along: Tensor | None) -> list[Tensor | None]:
+def _vector(given: Inputs, ready: Prepared, along: Tensor) -> list[Tensor | None]:
     """Gradients of q, k, g, A_log and dt_bias from what `states_back` and `pairs_back` left in `ready`."""
     q, k, g, rate, bias = given.q, given.k, given.g, given.a_log, given.bias
     slots, heads, key_dim = given.slots, given.v.shape[2], q.shape[3]
     options, sizes, form = config(given, "chunk_back"), given.sizes(), given.form()
-    blocks = given.padded // options["BK"]
+    blocks = given.padded // options["SPAN"]
     d_q, d_k = _of_keys(given)
     assert g is not None
     d_g = torch.empty_like(g, memory_format=torch.contiguous_format)
@@ -94,22 +95,22 @@ def _vector(given: Inputs, ready: Prepared, along: Tensor | None) -> list[Tensor
     chunk_back_vector[(blocks, heads, slots)](
         q, k, g, rate, bias, ready.total, ready.q_down, ready.k_down, ready.k_up, ready.keep, ready.rows, ready.reads,
         ready.solve, along, d_q, d_k, d_g, d_bias, d_rate, given.sums(), given.table()[0],
-        q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), given.bound or 0.0, **sizes, **form, **options,
+        q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), given.bound or 0.0, **sizes, **form, MILD=given.mild, **options,
     )  # fmt: skip
     d_rate = None if rate is None or d_rate is None else d_rate.sum((0, 2)).to(rate.dtype)
     d_bias = None if bias is None or d_bias is None else d_bias.sum(0).flatten().to(bias.dtype)
     return [d_q, d_k, d_g, d_rate, d_bias]
 
 
-def _scalar(given: Inputs, ready: Prepared, through: tuple[Tensor | None, ...], along: Tensor | None) -> list[Tensor | None]:
+def _scalar(
+    given: Inputs, ready: Prepared, total: Tensor | None, through: tuple[Tensor | None, ...], along: Tensor
+) -> list[Tensor | None]:
     """Gradients of q, k, g, A_log and dt_bias from what `pairs_back` left in `ready` and from d_o, U, Y, S and D."""
     q, k, v, g = given[:4]
     options = config(given, "chunk_back")
     blocks = given.padded // options["BK"]
     d_q, d_k = _of_keys(given)
-    total, d_log = None, None
-    if g is not None:
-        total, d_log = running(given), g.new_empty(blocks, *g.shape, dtype=torch.float32)
+    d_log = None if g is None else g.new_empty(blocks, *g.shape, dtype=torch.float32)
     chunk_back_scalar[(blocks, v.shape[2], given.slots)](
         q, k, v, total, *through, ready.rows, ready.reads, ready.solve, along, d_q, d_k, d_log, given.table()[0],
         q.shape[1], given.chunks, q.shape[0] * q.shape[1], _stride(q), _stride(k), _stride(v), given.scale,

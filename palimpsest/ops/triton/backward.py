@@ -95,15 +95,19 @@ def scan_back(
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def pairs_back(
-    v, o, d_o, updates, adjoint, rows, d_v, d_beta, d_reads, d_overlaps, along, bounds,
-    tokens, chunks, stride_v, scale,
-    VALUE_HEADS: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, COLUMNS: tl.constexpr, LOGIT: tl.constexpr,
-    NORM: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    k, v, o, d_o, updates, adjoint, rows, total, d_v, d_beta, d_reads, d_overlaps, along, bounds,
+    tokens, chunks, stride_k, stride_v, scale,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    COLUMNS: tl.constexpr, LOGIT: tl.constexpr, NORM: tl.constexpr, FADES: tl.constexpr, ERASE: tl.constexpr,
+    PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head: gradients of v and beta, of P [slots,HV,64,64], times `scale`, and of A.
+    """One chunk of one value head: gradients of v and beta, of P [slots,HV,64,64], times `scale`, and of A, in the place of P
+    and of Z.
 
-    NORM: `along` [slots,HV,2,64] gets <q, q'> = <o, o'> and <k, k'> = beta <Y, 2 U - v> of every row: a normalised vector's
+    NORM: `along` [slots,HV,3,64] gets <q, q'> = <o, o'> and <k, k'> = beta <Y, 2 U - v> of every row: a normalised vector's
     gradient loses its part along the vector. (Scaling k_i acts in P, A, k_down and k_up; written out, all but this cancels.)
+    FADES: a scalar gate. P' and A' are those of products before their decay exp(G_i - G_j), and `along` also gets what pairs
+    give to G_i of every row: of P P' + A A', whose terms are their exponents' gradients, row sums less column sums.
     """
     head, slot = tl.program_id(0), tl.program_id(1)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
@@ -142,10 +146,25 @@ def pairs_back(
         tl.store(d_v + out, y.to(d_v.dtype.element_ty), mask=seen)
         d_p += dot(d_out, columns, DT)
     if NORM:
-        tl.store(along + place * 2 * CHUNK + i, along_q)
-        tl.store(along + place * 2 * CHUNK + CHUNK + i, along_k)
+        tl.store(along + place * 3 * CHUNK + i, along_q)
+        tl.store(along + place * 3 * CHUNK + CHUNK + i, along_k)
     row, column = i[:, None], i[None, :]
     square = place * CHUNK * CHUNK + (row * CHUNK + column)
+    if FADES:
+        total += place * CHUNK
+        span = (tl.load(total + i)[:, None] - tl.load(total + i)[None, :]).to(tl.float32)
+        weight = tl.exp2(tl.minimum(span, 0.0))
+        terms = d_p * tl.load(d_reads + square).to(tl.float32)
+        d_p *= weight
+        if ERASE:
+            d_a *= weight
+            r_k = rows + place * COLUMNS + (COLUMNS - CHUNK) + i
+            terms += d_a * tl.load(r_k)[:, None] * tl.load(r_k)[None, :] * overlaps(
+                k + start * stride_k + head // (VALUE_HEADS // HEADS) * K, stride_k, live, K, BK, DT
+            )
+        terms = tl.where(row > column, terms, 0.0)
+        tl.store(along + place * 3 * CHUNK + 2 * CHUNK + i, tl.sum(terms, 1) - tl.sum(terms, 0))
+        tl.debug_barrier()  # all of P is read
     tl.store(d_reads + square, tl.where(row >= column, scale * d_p, 0.0).to(DT))
     if ERASE:
         tl.store(d_overlaps + square, tl.where(row > column, d_a, 0.0).to(DT))
@@ -154,3 +173,15 @@ def pairs_back(
             d_strength *= strength * (1 - strength)
         out = start * VALUE_HEADS + head + i * VALUE_HEADS
         tl.store(d_beta + out, d_strength.to(d_beta.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def overlaps(k, stride, live, K: tl.constexpr, BK: tl.constexpr, DT: tl.constexpr):
+    """k k^T of 64 rows at a distance of `stride`."""
+    i = tl.arange(0, CHUNK)[:, None]
+    total = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for block in range((K + BK - 1) // BK):
+        c = (block * BK + tl.arange(0, BK))[None, :]
+        x = tl.load(k + (i * stride + c), mask=live[:, None] & (c < K), other=0.0)
+        total = dot_add(x, tl.trans(x), total, DT)
+    return total

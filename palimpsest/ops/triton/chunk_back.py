@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 
 from palimpsest.ops.triton.gates import (
-    BEFORE,
     CHUNK,
-    FROM_HERE,
     LN2,
     MIDDLE,
     SAFE,
@@ -28,7 +26,7 @@ from palimpsest.ops.triton.gates import (
     dot_add,
     from_pivot,
     log_decay,
-    table_sums,
+    sums,
 )
 
 
@@ -107,72 +105,101 @@ def chunk_back_vector(
     q, k, g, a_log, bias, total, q_down, k_down, k_up, keep, rows, d_reads, d_overlaps, along,
     d_q, d_k, d_g, d_bias, d_rate, table, bounds,
     tokens, chunks, stride_q, stride_k, stride_g, lower_bound,
-    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr,
-    GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
+    HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
+    GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, MILD: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """BK key channels of one chunk of one value head: gradients of q, k and g, and this chunk's part of those of the gate's bias
-    and rate. `total` as `gates.running_sums` leaves it, q_down and its like as `states_back` does."""
+    """SPAN key channels of one chunk of one value head, BK at a time: gradients of q, k and g, and this chunk's part of those of
+    the gate's bias and rate. `total` as `gates.running_sums` leaves it, q_down and its like as `states_back` does."""
     block, head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
     place = slot.to(tl.int64) * VALUE_HEADS + head
-    i, c = tl.arange(0, CHUNK), block * BK + tl.arange(0, BK)
+    i = tl.arange(0, CHUNK)
     row, column = i[:, None], i[None, :]
-    mask = (i < count)[:, None] & (c < K)[None, :]
     key_head = head // (VALUE_HEADS // HEADS)
-    rows += place * 3 * CHUNK + i
-    r_q, r_k = tl.load(rows + CHUNK)[:, None], tl.load(rows + 2 * CHUNK)[:, None]
-    x_q = tl.load(q + (start * stride_q + key_head * K) + (row * stride_q + c[None, :]), mask=mask, other=0.0)
-    x_k = tl.load(k + (start * stride_k + key_head * K) + (row * stride_k + c[None, :]), mask=mask, other=0.0)
-    square = place * CHUNK * CHUNK + (row * CHUNK + column)
-    d_p, d_a = tl.load(d_reads + square), tl.load(d_overlaps + square)
-    held = place * CHUNK * KP + (row * KP + c[None, :])
-    d_row_q, d_row_k = tl.load(q_down + held), tl.load(k_down + held)
+    # One 64-bit address per tensor; what is added to it inside a chunk fits 32 bits.
+    q += start * stride_q + key_head * K
+    k += start * stride_k + key_head * K
+    g += start * stride_g + head * K
+    d_q += (start * VALUE_HEADS + head) * K
+    d_k += (start * VALUE_HEADS + head) * K
+    d_g += (start * VALUE_HEADS + head) * K
+    q_down += place * CHUNK * KP
+    k_down += place * CHUNK * KP
+    k_up += place * CHUNK * KP
     total += place * CHUNK * KP
-    x_q, x_k = x_q.to(tl.float32) * r_q, x_k.to(tl.float32) * r_k
-    weight = tl.exp2(tl.load(total + (row * KP + c[None, :])).to(tl.float32))
-    total_q, total_k = weight * d_row_q, weight * d_row_k
-    d_column = tl.zeros([CHUNK, BK], tl.float32)
-    offset = from_pivot(total, MIDDLE, c, KP)
-    safe = tl.max(tl.abs(offset)) <= SAFE
-    if safe:
-        inside = belongs(i, MIDDLE)
-        p, a = tl.where(inside, d_p, 0.0).to(DT), tl.where(inside, d_a, 0.0).to(DT)
-        total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, tl.exp2(offset), tl.exp2(-offset), DT)
-    for level in range(tl.where(safe, 5, 0), 6):
-        inside = belongs(i, level)
-        p, a = tl.where(inside, d_p, 0.0).to(DT), tl.where(inside, d_a, 0.0).to(DT)
-        up = tl.exp2(-tl.abs(from_pivot(total, level, c, KP)))
-        total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, up, up, DT)
-    # Terms up to the end of the chunk count for every row before theirs, those of k_up for every row after: as one difference
-    # the two sums would lose their digits.
-    d_log = table_sums(table, FROM_HERE, x_q * total_q + x_k * (total_k - d_column), DT)
-    last = tl.load(total + (CHUNK - 1) * KP + c)
-    rise = tl.load(k_up + held) * tl.exp2((last[None, :] - tl.load(total + (row * KP + c[None, :]))).to(tl.float32))
-    d_log += table_sums(table, BEFORE, x_k * rise, DT) + tl.load(keep + place * KP + c)[None, :]
-    d_log = tl.where(mask, d_log, 0.0)
+    keep += place * KP
+    rows += place * 3 * CHUNK
+    r_q, r_k = tl.load(rows + CHUNK + i)[:, None], tl.load(rows + 2 * CHUNK + i)[:, None]
+    if NORM:
+        along += place * 3 * CHUNK
+        along_q, along_k = tl.load(along + i)[:, None], tl.load(along + CHUNK + i)[:, None]
+    square = row * CHUNK + column
+    d_p, d_a = tl.load(d_reads + place * CHUNK * CHUNK + square), tl.load(d_overlaps + place * CHUNK * CHUNK + square)
     # A row's own key does not decay: it must leave no rounding noise in the gradient of the decay.
     diagonal = tl.sum(tl.where(row == column, d_p, 0.0).to(tl.float32), 1)[:, None]
-    total_q += diagonal * x_k
-    total_k += d_column + rise + diagonal * x_q
-    if NORM:
-        along += place * 2 * CHUNK + i
-        total_q -= x_q * tl.load(along)[:, None]
-        total_k -= x_k * tl.load(along + CHUNK)[:, None]
-    out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])
-    tl.store(d_q + out, (total_q * r_q).to(d_q.dtype.element_ty), mask=mask)
-    tl.store(d_k + out, (total_k * r_k).to(d_k.dtype.element_ty), mask=mask)
-    rate = 1.0
+    near_p, near_a = tl.where(belongs(i, MIDDLE), d_p, 0.0).to(DT), tl.where(belongs(i, MIDDLE), d_a, 0.0).to(DT)
+    from_here, before = tl.load(table + square), tl.load(table + CHUNK * CHUNK + square)
+    rate, of_rate = 1.0, tl.zeros([CHUNK, BK], tl.float32)
     if GATE > 1:
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-    raw = tl.load(g + (start * stride_g + head * K) + (row * stride_g + c[None, :]), mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
-    d_raw, part = gate_back(raw, d_log, rate, lower_bound, GATE)
-    tl.store(d_g + out, d_raw.to(d_g.dtype.element_ty), mask=mask)
-    if BIAS:
-        tl.store(d_bias + place * K + c, tl.sum(d_raw, 0), mask=c < K)
+    for first in range(0, SPAN, BK):
+        c = block * SPAN + first + tl.arange(0, BK)
+        mask = (i < count)[:, None] & (c < K)[None, :]
+        x_q = tl.load(q + (row * stride_q + c[None, :]), mask=mask, other=0.0).to(tl.float32) * r_q
+        x_k = tl.load(k + (row * stride_k + c[None, :]), mask=mask, other=0.0).to(tl.float32) * r_k
+        held = row * KP + c[None, :]
+        here = tl.load(total + held)
+        weight = tl.exp2(here.to(tl.float32))
+        total_q, total_k = weight * tl.load(q_down + held), weight * tl.load(k_down + held)
+        d_column = tl.zeros([CHUNK, BK], tl.float32)
+        offset = (here - pivots(total, c, KP)).to(tl.float32)
+        if MILD:
+            up, down = tl.exp2(offset), tl.exp2(-offset)
+            total_q, total_k, d_column = pull(near_p, near_a, total_q, total_k, d_column, x_q, x_k, up, down, DT)
+            weight = tl.exp2(-tl.abs((here - tl.load(total + 31 * KP + c)[None, :]).to(tl.float32)))
+            up, down = tl.where(row < 32, 0.0, weight), tl.where(row < 32, weight, 0.0)
+            total_q, total_k, d_column = pull(d_p, d_a, total_q, total_k, d_column, x_q, x_k, up, down, DT)
+        else:
+            safe = tl.max(tl.abs(offset)) <= SAFE
+            if safe:
+                up, down = tl.exp2(offset), tl.exp2(-offset)
+                total_q, total_k, d_column = pull(near_p, near_a, total_q, total_k, d_column, x_q, x_k, up, down, DT)
+            for level in range(tl.where(safe, 5, 0), 6):
+                p, a = tl.where(belongs(i, level), d_p, 0.0).to(DT), tl.where(belongs(i, level), d_a, 0.0).to(DT)
+                up = tl.exp2(-tl.abs(from_pivot(total, level, c, KP)))
+                total_q, total_k, d_column = pull(p, a, total_q, total_k, d_column, x_q, x_k, up, up, DT)
+        # Terms up to the end of the chunk count for every row before theirs, those of k_up for every row after: as one
+        # difference the two sums would lose their digits.
+        d_log = sums(from_here, x_q * total_q + x_k * (total_k - d_column), DT)
+        rise = tl.load(k_up + held) * tl.exp2((tl.load(total + (CHUNK - 1) * KP + c)[None, :] - here).to(tl.float32))
+        d_log += sums(before, x_k * rise, DT) + tl.load(keep + c)[None, :]
+        d_log = tl.where(mask, d_log, 0.0)
+        total_q += diagonal * x_k
+        total_k += d_column + rise + diagonal * x_q
+        if NORM:
+            total_q -= x_q * along_q
+            total_k -= x_k * along_k
+        out = row * (VALUE_HEADS * K) + c[None, :]
+        tl.store(d_q + out, (total_q * r_q).to(d_q.dtype.element_ty), mask=mask)
+        tl.store(d_k + out, (total_k * r_k).to(d_k.dtype.element_ty), mask=mask)
+        raw = tl.load(g + (row * stride_g + c[None, :]), mask=mask, other=0.0).to(tl.float32)
+        if BIAS:
+            raw += tl.load(bias + head * K + c, mask=c < K, other=0.0).to(tl.float32)[None, :]
+        d_raw, part = gate_back(raw, d_log, rate, lower_bound, GATE)
+        tl.store(d_g + out, d_raw.to(d_g.dtype.element_ty), mask=mask)
+        if BIAS:
+            tl.store(d_bias + place * K + c, tl.sum(d_raw, 0), mask=c < K)
+        if GATE > 1:
+            of_rate += part
     if GATE > 1:
-        tl.store(d_rate + place * (KP // BK) + block, tl.sum(tl.sum(part, 1), 0))
+        tl.store(d_rate + place * (KP // SPAN) + block, tl.sum(tl.sum(of_rate, 1), 0))
+
+
+@triton.jit
+def pivots(total, c, WIDTH: tl.constexpr):
+    """G at the middle rows of blocks of 32, of every row's block: [64,BK]."""
+    first, second = tl.load(total + 16 * WIDTH + c), tl.load(total + 48 * WIDTH + c)
+    return tl.where(tl.arange(0, CHUNK)[:, None] < 32, first[None, :], second[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -218,26 +245,17 @@ def chunk_back_scalar(
     if GATED:
         total += place * CHUNK
         here, last = tl.load(total + i), tl.load(total + CHUNK - 1)
-        weight = tl.exp2(tl.minimum((here[:, None] - here[None, :]).to(tl.float32), 0.0))
         down = tl.exp2(here.to(tl.float32))
         total_q *= down[:, None]
         total_k *= down[:, None]
         rise *= tl.exp2((last - here).to(tl.float32))[:, None]
-        p *= weight
-        a *= weight
-        # The gradient of an exponent is the term itself. A pair counts for the rows after its column, up to its row; a row's own
-        # key does not decay.
-        columns = tl.trans(x_k)
-        pairs = dot(x_q, columns, DT) * p * r_q[:, None]
-        if ERASE:
-            pairs += dot(x_k, columns, DT) * a * r_k[:, None]
-        pairs = tl.where(row > column, pairs * r_k[None, :], 0.0)
-        d_from = tl.sum(x_q.to(tl.float32) * total_q, 1) * r_q + tl.sum(pairs, 1)
+        d_from = tl.sum(x_q.to(tl.float32) * total_q, 1) * r_q
+        if block == 0:
+            d_from += tl.load(along + place * 3 * CHUNK + 2 * CHUNK + i)
         if ERASE:
             d_from += tl.sum(x_k.to(tl.float32) * total_k, 1) * r_k
         d_before = tl.sum(x_k.to(tl.float32) * rise, 1) * r_k
         d_log = tl.sum(tl.where(row >= column, d_from[:, None], d_before[:, None]), 0)
-        d_log -= tl.sum(tl.where(column >= row, tl.sum(pairs, 0)[None, :], 0.0), 1)
         d_log += tl.sum(kept, 0) * tl.exp2(last.to(tl.float32))
         out = (block.to(tl.int64) * all_tokens + start) * VALUE_HEADS + head + i * VALUE_HEADS
         tl.store(d_g + out, d_log, mask=live)
@@ -248,7 +266,7 @@ def chunk_back_scalar(
         rise = dot_add(tl.trans((a * r_k[:, None]).to(DT)), x_k, rise, DT)
     total_k += rise
     if NORM:
-        along += place * 2 * CHUNK + i
+        along += place * 3 * CHUNK + i
         total_q -= x_q.to(tl.float32) * (r_q * tl.load(along))[:, None]
         total_k -= x_k.to(tl.float32) * (r_k * tl.load(along + CHUNK))[:, None]
     out = (start * VALUE_HEADS + head) * K + (row * (VALUE_HEADS * K) + c[None, :])

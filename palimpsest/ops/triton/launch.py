@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from palimpsest.ops.triton.gates import running_sums
+from palimpsest.ops.triton.gates import LOG2E, SAFE, running_sums
 from palimpsest.ops.triton.prepare import prepare_scalar, prepare_vector, solve
 from palimpsest.ops.triton.scan import fold, scan
 from palimpsest.ops.triton.step import step
@@ -48,6 +48,11 @@ class Inputs(NamedTuple):
     def gate(self) -> int:
         """0 none, 1 ready, 2 unbounded, 3 bounded: GATE of the kernels."""
         return 0 if self.g is None else 1 if self.a_log is None else 2 if self.bound is None else 3
+
+    @property
+    def mild(self) -> bool:
+        """Whether decays from the middle of 32 rows surely stay inside SAFE."""
+        return self.bound is not None and -16 * LOG2E.value * self.bound <= SAFE.value
 
     @property
     def erase(self) -> bool:
@@ -321,9 +326,12 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
     if kernel == "step":
         return {"BV": min(32, value_dim), "num_warps": 4, "num_stages": 1}
     if kernel == "pairs_back":
-        return {"BV": max(16, min(64 if given.half else 32, value_dim)), "num_warps": 4, "num_stages": 1}
+        width = 64 if given.half else 32
+        return {"BK": min(width, given.padded), "BV": max(16, min(width, value_dim)), "num_warps": 4, "num_stages": 1}
     if kernel == "chunk_back" and given.vector:
-        return {"BK": min(64, given.padded), "num_warps": 8, "num_stages": 1}
+        # Float32 products take three times the shared memory: a program of their own for every block of channels.
+        few = {"BK": 16, "SPAN": 16, "num_warps": 4, "num_stages": 1}
+        return few | {"SPAN": given.padded, "maxnreg": 168} if given.half else few
     if kernel in ("states_back", "chunk_back"):
         tile = {"BK": min(64, given.padded), "BV": max(16, min(64 if given.half else 32, value_dim))}
         return {**tile, "num_warps": 4, "num_stages": 2 if given.half else 1}
