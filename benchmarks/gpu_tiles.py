@@ -1,9 +1,11 @@
-"""Which tiles each kernel of a forward and a backward pass should have: one call of a minute and a half on a machine with a GPU.
+"""Are the kernels right, what does each take of a pass, and which tiles should it have: one call of about three minutes on a
+machine with a GPU. Every line is written as it comes.
 
-First every candidate is compiled and checked, in processes of their own since a fault leaves a process without its device: a
-line with the errors of all gradients against float64. Then those that were right are timed, with the device to themselves: a
-line with the median milliseconds of the kernel in a pass, its registers and spilled registers. Last, whole passes with the
-usual and with the best tiles.
+1. Four ops at 208 tokens against float64 in processes of their own, since a fault leaves a process without its device: errors
+   of o, the final state and all gradients, "right" or "WRONG". On the way everything is compiled.
+2. With the device to itself: whole passes, and of those forward and backward every kernel's milliseconds, registers, spills.
+3. Every candidate tile compiled and checked as in 1, those that were right timed as in 2.
+4. Whole passes with the usual and with the best tiles.
 
     python benchmarks/gpu_tiles.py [kernel ...]
 """
@@ -17,9 +19,15 @@ import subprocess
 import sys
 import time
 
-BIG, LONG = (1, 8192, 96), (1, 65536, 16)
-RIGHT = 0.02  # gradients in bfloat16 are within 0.005
-PASSES = 20
+BIG, SMALL, BATCH, LONG = (1, 8192, 96), (1, 8192, 16), (8, 2048, 16), (1, 65536, 16)
+USUAL = {
+    "kda": (BIG, SMALL, BATCH, LONG),
+    "gated_delta_rule": (BIG, BATCH, LONG),
+    "delta_rule": (BIG,),
+    "linear_attention": (BIG,),
+}
+RIGHT = 0.02  # outputs and gradients in bfloat16 are within 0.005
+PASSES = 12
 
 
 def tiles(*names):
@@ -27,18 +35,24 @@ def tiles(*names):
 
 
 PRODUCTS = tiles("BK", "BV", "num_warps", "num_stages")
-CHANNELS = tiles("BK", "num_warps", "maxnreg")
+BLOCKS = tiles("BK", "SPAN", "num_warps", "maxnreg")
 SCANS = tiles("BV", "num_warps", "num_stages")
-# Op, size, kernel, and what takes the place of its usual tiles.
+# Op, size, kernel, and what takes the place of its usual tiles. All are clean of the compiler's fault (notes-gpu.md).
 CANDIDATES = [
-    *(("kda", BIG, "states_back", tile) for tile in PRODUCTS((64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 3))),
-    *(("kda", BIG, "chunk_back", tile) for tile in CHANNELS((64, 8, 128), (64, 4, 255), (64, 8, 255))),
-    *(("kda", BIG, kernel, tile) for kernel in ("scan", "scan_back") for tile in SCANS((64, 4, 1), (64, 4, 2))),
-    *(("gated_delta_rule", BIG, "chunk_back", tile) for tile in PRODUCTS((64, 64, 4, 2), (128, 64, 8, 2))),
-    *(("kda", LONG, "scan", tile) for tile in SCANS((64, 4, 1), (64, 4, 2))),
+    *(("kda", BIG, "chunk_back", tile) for tile in BLOCKS((16, 128, 4, 128), (16, 128, 4, 255), (16, 64, 4, 168))),
+    *(("kda", BIG, "chunk_back", tile) for tile in BLOCKS((16, 128, 8, 128), (32, 128, 4, 255), (32, 64, 4, 168))),
+    *(("kda", BIG, "states_back", tile) for tile in PRODUCTS((64, 64, 4, 1), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3))),
+    *(("kda", BIG, "pairs_back", tile) for tile in ({"num_warps": 8}, {"num_stages": 2}, {"maxnreg": 168})),
+    *(("kda", BIG, "scan_back", tile) for tile in SCANS((64, 4, 2), (64, 8, 1), (32, 4, 2))),
+    *(("kda", BIG, "scan", tile) for tile in SCANS((64, 4, 2), (64, 8, 1), (32, 4, 2))),
+    *(("kda", BIG, "prepare", tile) for tile in ({"BK": 32}, {"BK": 32, "maxnreg": 168}, {"num_warps": 8})),
+    *(("kda", BIG, "running_sums", tile) for tile in ({"num_warps": 2}, {"num_warps": 4})),
+    *(("gated_delta_rule", BIG, "chunk_back", tile) for tile in PRODUCTS((64, 64, 8, 2), (32, 64, 4, 2), (32, 128, 4, 1))),
+    *(("gated_delta_rule", BIG, "pairs_back", tile) for tile in ({"num_warps": 8},)),
+    *(("kda", LONG, "scan", tile) for tile in SCANS((64, 4, 1), (64, 4, 2), (32, 4, 2))),
 ]
-KERNELS = ("running_sums", "prepare_vector", "prepare_scalar", "solve", "scan", "fold", "scan_back", "pairs_back", "states_back")
-KERNELS += ("chunk_back_vector", "chunk_back_scalar")
+KERNELS = ("running_sums", "prepare_vector", "prepare_scalar", "solve", "scan", "fold", "scan_back", "pairs_back")
+KERNELS += ("states_back", "chunk_back_vector", "chunk_back_scalar")
 
 
 def patched(choice):
@@ -56,22 +70,36 @@ def leaves_of(given):
     return {name: x.detach().requires_grad_() for name, x in given.items() if isinstance(x, torch.Tensor)}
 
 
-def check(op, size, kernel, tile):
-    """The largest error of a gradient at 208 tokens; the kernels that a long sequence needs are compiled on the way."""
+def grads_of(op, given, backend, dtype=None):
+    """o, final state and the gradients of all inputs, of a sum of both with random weights."""
+    import torch
+
+    from palimpsest import benchmark_gpu as b
+
+    leaves = {name: x.to(dtype or x.dtype).detach().requires_grad_() for name, x in leaves_of(given).items()}
+    o, final = b.call(op, given | leaves, backend=backend)
+    draw = torch.Generator(b.DEVICE).manual_seed(1)
+    weights = [torch.randn(x.shape, generator=draw, device=b.DEVICE).bfloat16().to(x.dtype) for x in (o, final)]
+    grads = torch.autograd.grad([o, final], list(leaves.values()), weights)
+    return {"o": o, "final": final} | dict(zip(leaves, grads, strict=True))
+
+
+def check(op, sizes, kernel, tile):
+    """The error of every result at 208 tokens, as one line; then what the sizes need is compiled."""
     import torch
 
     from palimpsest import benchmark_gpu as b
 
     patched({kernel: tile})
-    given = b.inputs(op, 1, 208, size[2])
-    weight = torch.randn_like(given["v"])
-    found = []
-    for backend, dtype in (("triton", None), ("reference", torch.float64)):
-        leaves = {name: x.to(dtype or x.dtype).detach().requires_grad_() for name, x in leaves_of(given).items()}
-        o = b.call(op, given | leaves, backend=backend)[0]
-        grads = torch.autograd.grad([o], list(leaves.values()), [weight.to(o.dtype)])
-        found.append(dict(zip(leaves, grads, strict=True)))
-    print(json.dumps({name: float(f"{b.relative(x, found[1][name]):.2g}") for name, x in found[0].items()}), flush=True)
+    given = b.inputs(op, 1, 208, sizes[0][2])
+    found, exact = (grads_of(op, given, *how) for how in (("triton",), ("reference", torch.float64)))
+    print(json.dumps({name: float(f"{b.relative(x, exact[name]):.2g}") for name, x in found.items()}), flush=True)
+    for size in sizes:
+        given = b.inputs(op, *size)
+        with torch.no_grad():
+            b.call(op, given, backend="triton")
+        grads_of(op, given, "triton")
+        torch.cuda.synchronize()
 
 
 class Clocked:
@@ -93,7 +121,7 @@ class Clocked:
         return launch
 
 
-def clocked(op, size, both_ways=True):
+def clocked(op, size):
     """By kernel: median milliseconds of all its launches in a pass, registers, spills."""
     import torch
 
@@ -101,13 +129,12 @@ def clocked(op, size, both_ways=True):
     from palimpsest.ops.triton import autograd, launch
 
     given = b.inputs(op, *size)
-    leaves = leaves_of(given) if both_ways else {}
+    leaves = leaves_of(given)
     weight = torch.randn_like(given["v"])
 
     def work():
         o = b.call(op, given | leaves, backend="triton")[0]
-        if both_ways:
-            torch.autograd.grad([o], list(leaves.values()), [weight])
+        torch.autograd.grad([o], list(leaves.values()), [weight])
 
     seen, usual, sums = [], {}, collections.defaultdict(list)
     for module in (launch, autograd):
@@ -133,33 +160,56 @@ def clocked(op, size, both_ways=True):
     return {name: (statistics.median(ms), built[name].n_regs, built[name].n_spills) for name, ms in sums.items()}
 
 
-def time_all(candidates):
+def print_kernels(op, size, measured):
+    for name, (ms, registers, spills) in sorted(measured.items(), key=lambda row: -row[1][0]):
+        print(f"  {op} {size} {name:<18} ms {ms:.3f}  registers {registers}  spills {spills}", flush=True)
+
+
+def time_usual():
+    """Forward, forward and backward, and every kernel of both, at all sizes."""
     import torch
 
     from palimpsest import benchmark_gpu as b
 
-    best = collections.defaultdict(dict)
-    usual = {}
-    for op, size, kernel, tile in candidates:
-        both_ways = size != LONG
-        if (op, size) not in usual:
-            patched({})
-            usual[op, size] = clocked(op, size, both_ways)
-            for name, (ms, registers, spills) in sorted(usual[op, size].items(), key=lambda row: -row[1][0]):
-                print(f"usual {op} {size} {name:<20} ms {ms:.3f}  registers {registers}  spills {spills}", flush=True)
-        patched({kernel: tile})
+    for op, size in ((op, size) for op, sizes in USUAL.items() for size in sizes):
         try:
-            name, row = next((n, row) for n, row in clocked(op, size, both_ways).items() if n.removesuffix("_vector").removesuffix("_scalar") == kernel)
+            row = {"work": f"{op} {size}", "forward_ms": b._time(op, *size)["ms"]}
+            print(b.line(row | {f"both_{name}": x for name, x in b._train(op, *size).items()}), flush=True)
+            print_kernels(op, size, clocked(op, size))
+        except Exception as error:
+            print(f"{op} {size} failed: {' '.join(str(error).split())[:200]}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def time_tiles(candidates):
+    """Each candidate's kernel inside a pass, then passes with the best of every kernel."""
+    import torch
+
+    from palimpsest import benchmark_gpu as b
+
+    best, usual = collections.defaultdict(dict), {}
+    for op, size, kernel, tile in candidates:
+        try:
+            if (op, size) not in usual:
+                patched({})
+                usual[op, size] = clocked(op, size)
+                print_kernels(op, size, usual[op, size])
+            name = next(name for name in usual[op, size] if name in (kernel, f"{kernel}_vector", f"{kernel}_scalar"))
+            patched({kernel: tile})
+            ms, registers, spills = clocked(op, size)[name]
         except Exception as error:
             print(f"{op} {size} {kernel} {tile} failed: {' '.join(str(error).split())[:200]}", flush=True)
             continue
-        print(f"{op} {size} {name:<20} {tile}  ms {row[0]:.3f}  registers {row[1]}  spills {row[2]}", flush=True)
-        if both_ways and row[0] < best[op].get(kernel, (usual[op, size][name][0], None))[0]:
-            best[op][kernel] = (row[0], tile)
-    for op in dict.fromkeys(op for op, size, _, _ in candidates if size == BIG):
-        for note, choice in (("usual", {}), ("best", {kernel: tile for kernel, (_, tile) in best[op].items()})):
+        before = usual[op, size][name][0]
+        row = f"ms {ms:.3f}  usual {before:.3f}  registers {registers}  spills {spills}"
+        print(f"{op} {size} {name} {tile} {row}{'  FASTER' if ms < 0.98 * before else ''}", flush=True)
+        if ms < best[op, size].get(kernel, (0.98 * before, None))[0]:
+            best[op, size][kernel] = (ms, tile)
+    for (op, size), chosen in best.items():
+        for note, choice in (("usual", {}), ("best", {kernel: tile for kernel, (_, tile) in chosen.items()})):
             patched(choice)
-            print(b.line({"work": f"{op} forward and backward {note} {BIG}"} | b._train(op, *BIG) | {"tiles": str(choice)}), flush=True)
+            row = {"work": f"{op} {size} forward and backward, {note}"} | b._train(op, *size)
+            print(b.line(row), json.dumps(choice), flush=True)
             torch.cuda.empty_cache()
 
 
@@ -172,30 +222,47 @@ def child(*arguments, seconds):
     return (None, done.stderr[-300:]) if done.returncode else (done.stdout, "")
 
 
-def main(only):
-    began = time.time()
-    candidates = [row for row in CANDIDATES if not only or row[2] in only]
-    firsts = list({row[0]: row for row in candidates}.values())  # one of every op compiles what the others share
+def alone(*arguments, seconds):
+    """Runs this file with these arguments, with the device to itself; what it prints is seen as it comes."""
+    try:
+        subprocess.run([sys.executable, __file__, *arguments], check=False, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        print(f"{arguments[0]} was stopped after {seconds} s", flush=True)
+
+
+def checked(rows, began, seconds):
+    """Those of the rows (op, sizes, kernel, tile) that are right, each checked in a process of its own."""
     right = []
     with concurrent.futures.ThreadPoolExecutor(max(2, os.cpu_count() // 2)) as pool:
-        for rows in (firsts, [row for row in candidates if row not in firsts]):
-            checks = {pool.submit(child, "--check", json.dumps(row), seconds=80): row for row in rows}
-            for done in concurrent.futures.as_completed(checks):
-                text, complaint = done.result()
-                errors = json.loads(text.splitlines()[-1]) if text else {}
-                is_right = bool(errors) and all(error < RIGHT for error in errors.values())
-                print(f"{time.time() - began:4.0f} s {'right' if is_right else 'WRONG'} {checks[done]} {errors or complaint}", flush=True)
-                right += [checks[done]] if is_right else []
-    ordered = [list(row) for row in candidates if row in right]
-    subprocess.run([sys.executable, __file__, "--time", json.dumps(ordered)], check=False)
+        checks = {pool.submit(child, "--check", json.dumps(row), seconds=seconds): row for row in rows}
+        for done in concurrent.futures.as_completed(checks):
+            row, (text, complaint) = checks[done], done.result()
+            errors = json.loads(text.splitlines()[-1]) if text else {}
+            good = bool(errors) and all(error < RIGHT for error in errors.values())
+            print(f"{time.time() - began:4.0f} s {'right' if good else 'WRONG'} {row} {errors or complaint}", flush=True)
+            right += [row] if good else []
+    return right
+
+
+def main(only):
+    began = time.time()
+    checked([(op, (size,), "", {}) for op, sizes in USUAL.items() for size in sizes], began, 110)
+    alone("--usual", seconds=90)
+    print(f"{time.time() - began:4.0f} s usual tiles timed", flush=True)
+    rows = [(op, (size,), kernel, tile) for op, size, kernel, tile in CANDIDATES if not only or kernel in only]
+    right = checked(rows, began, 60)
+    ordered = [(op, sizes[0], kernel, tile) for op, sizes, kernel, tile in rows if (op, sizes, kernel, tile) in right]
+    alone("--tiles", json.dumps(ordered), seconds=120)
     print(f"{time.time() - began:4.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--check"]:
-        op, size, kernel, tile = json.loads(sys.argv[2])
-        check(op, tuple(size), kernel, tile)
-    elif sys.argv[1:2] == ["--time"]:
-        time_all([(op, tuple(size), kernel, tile) for op, size, kernel, tile in json.loads(sys.argv[2])])
+        op, sizes, kernel, tile = json.loads(sys.argv[2])
+        check(op, sizes, kernel, tile)
+    elif sys.argv[1:2] == ["--usual"]:
+        time_usual()
+    elif sys.argv[1:2] == ["--tiles"]:
+        time_tiles([(op, tuple(size), kernel, tile) for op, size, kernel, tile in json.loads(sys.argv[2])])
     else:
         main(sys.argv[1:])

@@ -108,8 +108,9 @@ def test_a_step_like_the_last_is_launched_as_built(monkeypatch: pytest.MonkeyPat
     def run(**changes: Any) -> int:
         before = len(compilations)
         x = torch.empty(2, 1, 4, 32, dtype=torch.bfloat16)
-        fields = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "state": torch.empty(2, 4, 32, 32), "a_log": torch.empty(4)}
-        fields |= {"bias": None, "lengths": None, "scale": 0.1, "bound": -5.0, "norm": True, "logit": True, "few": 8}
+        fields: dict[str, Any] = {"q": x, "k": x, "v": x, "g": x, "beta": x[..., 0], "a_log": torch.empty(4), "bias": None}
+        fields |= {"state": torch.empty(2, 4, 32, 32), "lengths": None, "scale": 0.1, "bound": -5.0}
+        fields |= {"norm": True, "logit": True, "few": 8}
         given = launch.Inputs(**(fields | changes))
         launch.few(given, *launch.results(given))
         return len(compilations) - before

@@ -52,7 +52,8 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     bounds, numbers, sizes = given.table()[0], (v.shape[1], given.chunks), given.sizes()
     pairs_back[(heads, slots)](
         k, v, o, d_o, updates, adjoint, rows, total, d_v, d_beta, *squares, along, bounds,
-        *numbers, _stride(k), _stride(v), given.scale, HEADS=q.shape[2], VALUE_HEADS=heads, K=key_dim, V=value_dim, COLUMNS=rows.shape[2] * CHUNK, LOGIT=given.logit, NORM=given.norm, ERASE=given.erase,
+        *numbers, _stride(k), _stride(v), given.scale, HEADS=q.shape[2], VALUE_HEADS=heads, K=key_dim, V=value_dim,
+        COLUMNS=rows.shape[2] * CHUNK, LOGIT=given.logit, NORM=given.norm, ERASE=given.erase,
         FADES=total is not None, PACKED=sizes["PACKED"], DT=sizes["DT"], **config(given, "pairs_back"),
     )  # fmt: skip
     del o
@@ -95,7 +96,8 @@ def _vector(given: Inputs, ready: Prepared, along: Tensor) -> list[Tensor | None
     chunk_back_vector[(blocks, heads, slots)](
         q, k, g, rate, bias, ready.total, ready.q_down, ready.k_down, ready.k_up, ready.keep, ready.rows, ready.reads,
         ready.solve, along, d_q, d_k, d_g, d_bias, d_rate, given.sums(), given.table()[0],
-        q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), given.bound or 0.0, **sizes, **form, MILD=given.mild, **options,
+        q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), given.bound or 0.0,
+        **sizes, **form, MILD=given.mild, **options,
     )  # fmt: skip
     d_rate = None if rate is None or d_rate is None else d_rate.sum((0, 2)).to(rate.dtype)
     d_bias = None if bias is None or d_bias is None else d_bias.sum(0).flatten().to(bias.dtype)

@@ -159,8 +159,11 @@ def pairs_back(
         if ERASE:
             d_a *= weight
             r_k = rows + place * COLUMNS + (COLUMNS - CHUNK) + i
-            terms += d_a * tl.load(r_k)[:, None] * tl.load(r_k)[None, :] * overlaps(
-                k + start * stride_k + head // (VALUE_HEADS // HEADS) * K, stride_k, live, K, BK, DT
+            terms += (
+                d_a
+                * tl.load(r_k)[:, None]
+                * tl.load(r_k)[None, :]
+                * overlaps(k + start * stride_k + head // (VALUE_HEADS // HEADS) * K, stride_k, live, K, BK, DT)
             )
         terms = tl.where(row > column, terms, 0.0)
         tl.store(along + place * 3 * CHUNK + 2 * CHUNK + i, tl.sum(terms, 1) - tl.sum(terms, 0))

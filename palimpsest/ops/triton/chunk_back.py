@@ -67,7 +67,7 @@ def states_back(
     VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """BK key channels of one chunk of one value head with a vector gate: gradients of q_down, k_down and k_up in their place, and
+    """BK key channels of one chunk of one value head, vector gate: gradients of q_down, k_down and k_up in their place, and
     in that of keep = exp(G_last) the part of G_last's gradient that comes through it."""
     block, head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
@@ -108,7 +108,7 @@ def chunk_back_vector(
     HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BK: tl.constexpr, SPAN: tl.constexpr,
     GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, MILD: tl.constexpr, PACKED: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """SPAN key channels of one chunk of one value head, BK at a time: gradients of q, k and g, and this chunk's part of those of
+    """SPAN key channels of one chunk and value head, BK at a time: gradients of q, k and g, and this chunk's part of those of
     the gate's bias and rate. `total` as `gates.running_sums` leaves it, q_down and its like as `states_back` does."""
     block, head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
@@ -210,7 +210,7 @@ def chunk_back_scalar(
     V: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr, NORM: tl.constexpr, ERASE: tl.constexpr, PACKED: tl.constexpr,
     DT: tl.constexpr,
 ):  # fmt: skip
-    """BK key channels of one chunk of one value head with one gate per head, or none: gradients of q and k, and of the log decay
+    """BK key channels of one chunk and value head with one gate per head, or none: gradients of q and k, and of the log decay
     one part [all_tokens,HV] for every block of channels. Decays and norms are factors of rows and of pairs."""
     block, head, slot = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, count = chunk_of(slot, bounds, tokens, chunks, PACKED)
