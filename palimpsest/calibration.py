@@ -61,6 +61,12 @@ def working_on(device: torch.device) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def timed(work: Callable[[], Any], repeats: int) -> float:
+    """The median seconds of `work`, without the detour that every call of torch takes where new tensors have a place."""
+    with torch._C.DisableTorchFunction():
+        return median_seconds(work, repeats)
+
+
 def here() -> torch.device:
     """Where new tensors are made."""
     return torch.empty(0).device
@@ -108,7 +114,7 @@ def linear(rows: int, training: bool = False) -> float:
             if training:
                 torch.autograd.grad(y, [x, weight], y.detach())
 
-    return (3 if training else 1) * 2 * rows * len(stack) * 3072 * 768 / median_seconds(run, 5)
+    return (3 if training else 1) * 2 * rows * len(stack) * 3072 * 768 / timed(run, 5)
 
 
 def head(rows: int, training: bool = False) -> float:
@@ -122,7 +128,7 @@ def head(rows: int, training: bool = False) -> float:
         else:
             F.linear(x, weight)
 
-    return (3 if training else 1) * 2 * rows * weight.numel() / median_seconds(run, 5)
+    return (3 if training else 1) * 2 * rows * weight.numel() / timed(run, 5)
 
 
 def experts(tokens: int, training: bool = False) -> list[float]:
@@ -141,7 +147,7 @@ def experts(tokens: int, training: bool = False) -> list[float]:
                 torch.autograd.grad(y, [x, *layer.parameters()], y.detach())
 
     work = (3 if training else 1) * len(layers) * 6 * 2 * tokens * 256 * 512
-    return [2 * tokens / len(choice.unique()), work / median_seconds(run, 5)]
+    return [2 * tokens / len(choice.unique()), work / timed(run, 5)]
 
 
 def attention(training: bool) -> float:
@@ -154,7 +160,7 @@ def attention(training: bool) -> float:
         if training:
             o.sum().backward()
 
-    return (3 if training else 1) * copies() * 4 * 12 * 64 * 1024 * 1025 / 2 / median_seconds(run, 5)
+    return (3 if training else 1) * copies() * 4 * 12 * 64 * 1024 * 1025 / 2 / timed(run, 5)
 
 
 def cache() -> float:
@@ -166,7 +172,7 @@ def cache() -> float:
         for k, v in layers:
             causal_attention(q, k, v, segments, 0.125)
 
-    return sum(layer.nbytes for layer in layers) / median_seconds(run, 5)
+    return sum(layer.nbytes for layer in layers) / timed(run, 5)
 
 
 def latent_cache() -> float:
@@ -180,7 +186,7 @@ def latent_cache() -> float:
         for latent, shared in layers:
             mixer.attend_absorbed(*query, latent, shared, segments)
 
-    return sum(x.nbytes + y.nbytes for x, y in layers) / median_seconds(run, 5)
+    return sum(x.nbytes + y.nbytes for x, y in layers) / timed(run, 5)
 
 
 def recurrence(kind: str, tokens: int, training: bool = False) -> float:
@@ -201,7 +207,7 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
             if training:
                 torch.autograd.grad(o.sum(), values[:5], allow_unused=True)
 
-    seconds = median_seconds(run, 7)
+    seconds = timed(run, 7)
     if tokens <= 2:
         return copies() * layers * 4 * 8 * 64 * columns / seconds
     return (
@@ -214,7 +220,7 @@ def recurrence(kind: str, tokens: int, training: bool = False) -> float:
 def elementwise() -> float:
     """Bytes a second of two operations on 1,024 tokens of 2,048 channels, by which five such tensors cross memory."""
     x, y = torch.randn(2, copies() * 1024, 2048).unbind()
-    return 5 * x.nbytes / median_seconds(lambda: F.silu(x) * y, 9)
+    return 5 * x.nbytes / timed(lambda: F.silu(x) * y, 9)
 
 
 def fixed() -> dict[str, float]:
@@ -250,4 +256,4 @@ def _brief(work: Callable[[], Any], times: int = 20) -> float:
         for _ in range(times):
             work()
 
-    return median_seconds(run, 9) / times
+    return timed(run, 25) / times

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from palimpsest.benchmark import median_seconds
-from palimpsest.calibration import working_on
+from palimpsest.calibration import timed, working_on
 from palimpsest.config import ModelConfig, TrainConfig
 from palimpsest.model import Model
 from palimpsest.optim import make_optimizer
@@ -49,7 +48,7 @@ GPU_RUNS = (
 )
 
 
-def validate(calibration: dict[str, Any], where: torch.device, runs: tuple[Run, ...], repeats: int = 5) -> dict[str, Any]:
+def validate(calibration: dict[str, Any], where: torch.device, runs: tuple[Run, ...], repeats: int = 15) -> dict[str, Any]:
     """Rows of predicted and measured seconds with their relative error, the median of its size, and the calibration used."""
     keep_memory()
     device, dtype = calibrated(calibration, "calibration"), calibration["dtype"]
@@ -60,7 +59,7 @@ def validate(calibration: dict[str, Any], where: torch.device, runs: tuple[Run, 
             model = Model(ModelConfig.preset(preset))
         for run in (each for each in runs if each.preset == preset):
             with working_on(where):
-                measured = median_seconds(_work(model, run), repeats)
+                measured = timed(_work(model, run), repeats)
             if where.type == "cuda":
                 torch.cuda.empty_cache()  # libraries take their own memory, and what the last run held is not free to them
             predicted = predict(model.config, run, device, dtype)

@@ -144,7 +144,7 @@ def test_a_validation_says_what_was_predicted_and_measured() -> None:
     assert len(list(validation.lines(result))) == len(runs) + 2
 
 
-@pytest.mark.parametrize("name", ["plan-cpu.json"])
+@pytest.mark.parametrize("name", ["plan-cpu.json", "plan-h200.json"])
 def test_the_recorded_validations_hold(name: str) -> None:
     """What this machine or another measured, written by `palimpsest benchmark validate`."""
     result = json.loads((ROOT / "benchmarks" / name).read_text(encoding="utf-8"))
