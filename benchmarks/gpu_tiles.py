@@ -1,7 +1,7 @@
 """Are the kernels right, what does each take of a pass, and which tiles should it have: one call of about three minutes on a
 machine with a GPU. Every line is written as it comes.
 
-1. Four ops at 208 tokens against float64 in processes of their own, since a fault leaves a process without its device: errors
+1. Four ops at 144 tokens against float64 in processes of their own, since a fault leaves a process without its device: errors
    of o, the final state and all gradients, "right" or "WRONG". On the way everything is compiled.
 2. With the device to itself: whole passes, and of those forward and backward every kernel's milliseconds, registers, spills.
 3. Every candidate tile compiled and checked as in 1, those that were right timed as in 2.
@@ -85,15 +85,17 @@ def grads_of(op, given, backend, dtype=None):
 
 
 def check(op, sizes, kernel, tile):
-    """The error of every result at 208 tokens, as one line; then what the sizes need is compiled."""
+    """The error of every result at 144 tokens, as one line; then what the sizes need is compiled."""
     import torch
 
     from palimpsest import benchmark_gpu as b
 
     patched({kernel: tile})
-    given = b.inputs(op, 1, 208, sizes[0][2])
+    given = b.inputs(op, 1, 144, sizes[0][2])
     found, exact = (grads_of(op, given, *how) for how in (("triton",), ("reference", torch.float64)))
     print(json.dumps({name: float(f"{b.relative(x, exact[name]):.2g}") for name, x in found.items()}), flush=True)
+    del found, exact
+    torch.cuda.empty_cache()  # several of these processes share the device
     for size in sizes:
         given = b.inputs(op, *size)
         with torch.no_grad():
