@@ -49,9 +49,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.mixer_norm = _norm(config)
+        self.mixer_norm = _norm(config, feeds_maps=True)
         self.mixer = mixers.build(config.mixers[index], config)
-        self.mlp_norm = _norm(config)
+        self.mlp_norm = _norm(config, feeds_maps=config.mlps[index] != "moe")  # a router's scores are of float32
         self.mlp = mlps.build(config.mlps[index], config)
         attends = config.residual != "sum"
         self.mixer_residual = Site(config) if attends else None
@@ -351,13 +351,24 @@ def _count(module: nn.Module) -> int:
 
 
 class RMSNorm(nn.RMSNorm):
-    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype."""
+    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype.
+
+    One whose result goes through linear maps and nowhere else gives it in autocast's dtype: every map would round it to that by
+    itself. What is summed is summed in float32.
+    """
+
+    feeds_maps = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.dtype == self.weight.dtype else rms_norm(x, self.weight, self.eps or 0.0)
+        device, dtype = x.device.type, x.dtype
+        if self.feeds_maps and torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        return super().forward(x) if x.dtype == self.weight.dtype == dtype else rms_norm(x, self.weight, self.eps or 0.0, dtype)
 
 
-def _norm(config: ModelConfig) -> nn.Module:
+def _norm(config: ModelConfig, feeds_maps: bool = False) -> nn.Module:
     if config.norm == "layer":
         return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
-    return RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm.feeds_maps = feeds_maps
+    return norm
