@@ -62,6 +62,28 @@ def test_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     check(launches("kda", 64, 64, 2, torch.float32, monkeypatch))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short convolution, norms and gated activations with their gradients, at the widths of a model."""
+    from palimpsest.ops.triton import conv, glu, norms
+
+    found: list[Any] = []
+    for module, name in ((conv, "conv"), (norms, "norm"), (glu, "glu")):
+        for kernel in (name, f"{name}_back"):
+            monkeypatch.setattr(module, kernel, Recorder(getattr(module, kernel), found))
+    x, wide = torch.empty(1, 64, 2304, dtype=dtype), torch.empty(64, 768, requires_grad=True)
+    heads = torch.empty(64, 6, 128, dtype=dtype, requires_grad=True)
+    for lengths, state in ((None, torch.empty(1, 3, 2304, dtype=dtype)), ([40, 24], torch.empty(2, 3, 2304, dtype=dtype))):
+        conv.short_conv(x, torch.empty(2304, 4, requires_grad=True), state, lengths).sum().backward()
+    norms.rms_norm(wide, torch.empty(768, requires_grad=True), 1e-5, dtype).sum().backward()
+    for kind in ("sigmoid", "silu"):
+        norms.rms_norm(heads, torch.empty(128, requires_grad=True), 1e-5, dtype, heads, kind).sum().backward()
+    for betas in (None, (4.0, 25.0)):
+        glu.gated(heads, heads, betas).sum().backward()
+    assert len(found) == 14
+    check(found)
+
+
 def check(found: list[Any]) -> None:
     assert len(found) >= 6
     for kernel, args, options in found:
