@@ -16,7 +16,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from palimpsest.config import InputError
-from palimpsest.output import check_json, write_json
+from palimpsest.output import check_file, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     peers
         Also run what transformers has for the same work, in the same process.
     """
-    check_json(out, "--out")
+    check_file(out, "--out")
     from palimpsest import peers as others
 
     write_json(out, {**_about(), "rows": others.cpu(peers, lambda line: print(line, flush=True))})
@@ -58,7 +58,7 @@ def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False, mi
     began = time.monotonic()
     if minutes is not None and not 0 < minutes < math.inf:
         raise InputError(f"benchmark gpu: --minutes {minutes}: must be more than 0")
-    check_json(out, "--out")
+    check_file(out, "--out")
     from palimpsest import benchmark_gpu, ops, peers_gpu
 
     runs, reason = next((runs, reason) for name, runs, reason in ops.backends() if name == "triton")
@@ -87,7 +87,7 @@ def memory(*, out: Path, pictures: Path | None = None) -> None:
     pictures
         Also draw them into this folder.
     """
-    check_json(out, "--out")
+    check_file(out, "--out")
     if pictures is not None and not pictures.is_dir():
         raise InputError(f"--pictures {pictures}: there is no such folder; make it first")
     from palimpsest import guide
@@ -133,7 +133,7 @@ def calibrate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
         On a CPU float32 is measured, on a GPU bfloat16.
     """
     where = _device(device)
-    check_json(out, "--out")
+    check_file(out, "--out")
     from palimpsest.calibration import calibrate as measure
 
     write_json(out, {**_about(where), **measure(where)})
@@ -152,7 +152,7 @@ def validate(*, out: Path, device: Literal["cpu", "cuda"] = "cpu") -> None:
         On a CPU float32 is measured, on a GPU bfloat16.
     """
     where = _device(device)
-    check_json(out, "--out")
+    check_file(out, "--out")
     from palimpsest import validation
     from palimpsest.calibration import calibrate as measure
 
@@ -184,7 +184,7 @@ def offload(
     for name, value in (("gigabytes", gigabytes), ("cache-gigabytes", cache_gigabytes), ("tokens", tokens)):
         if not 0 < value < 1e6:
             raise InputError(f"benchmark offload: --{name} is {value}; expected more than 0")
-    check_json(out, "--out")
+    check_file(out, "--out")
     from palimpsest import oversize
 
     result = oversize.measure(int(1e9 * gigabytes), int(1e9 * cache_gigabytes), tokens, folder)
@@ -208,7 +208,7 @@ def serve(*, out: Path, model: Path | None = None, soak_s: float = 180.0, client
     clients
         How many of them at a time.
     """
-    check_json(out, "--out")
+    check_file(out, "--out")
     if not 0 <= soak_s < math.inf or clients < 1:
         raise InputError(f"--soak-s is {soak_s:g} and --clients {clients}; they must be at least 0 and 1")
     import tempfile
@@ -255,7 +255,7 @@ def recipes(runs: list[Path], /, *, out: Path) -> None:
     out
         The file to write.
     """
-    check_json(out, "--out")
+    check_file(out, "--out")
     from palimpsest import run_table
 
     table = run_table.gather(runs)
@@ -306,7 +306,7 @@ def recall(
     for name, value in (("minutes", minutes), ("steps", steps), ("together", together)):
         if value is not None and not 0 < value < 1e9:
             raise InputError(f"benchmark recall: --{name} is {value}; expected more than 0")
-    check_json(report, "--report")
+    check_file(report, "--report")
     from palimpsest.progress import keep_memory
     from palimpsest.recall import cells as plans
     from palimpsest.recall import runner

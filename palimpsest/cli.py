@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from palimpsest.benchmark_commands import benchmark
 from palimpsest.config import InputError, SamplingConfig
-from palimpsest.output import Json, Text, check_json, write_json
+from palimpsest.output import Json, Text, check_file, write_json
 from palimpsest.plan.command import plan
 from palimpsest.serving_commands import chat, serve
 from palimpsest.training_commands import evaluate, report, tokenize, train
@@ -109,7 +109,7 @@ def lineage(
     tasks
         Also train small models on memory tasks: frontier, learning, needles or all; a quarter of an hour more for all.
     """
-    check_json(json)
+    check_file(json)
     from palimpsest import lineage as job
 
     chosen, added = (None if names is None else [name.strip() for name in names.split(",")] for names in (stages, tasks))
@@ -162,7 +162,7 @@ def generate(
     dtype
         What weights are kept in; as in the file if not given. bf16 and q8_0 draw faster on a CPU.
     """
-    check_json(json)
+    check_file(json)
     texts = list(prompts or [])
     if prompt_file is not None:
         try:
@@ -217,7 +217,7 @@ def convert(
     dtype
         Of the matrices; by default as they are. q8_0 is for GGUF; mxfp4 packs the experts of Kimi K3 in four bits.
     """
-    check_json(json)
+    check_file(json)
     from palimpsest import published
 
     if out is None:
@@ -251,7 +251,7 @@ def presets(name: str | None = None, /, *, json: Json = None) -> None:
     name
         A preset to show in full.
     """
-    check_json(json)
+    check_file(json)
     import torch
 
     from palimpsest.config import ModelConfig
@@ -320,7 +320,7 @@ def doctor(*, check: Annotated[bool, Parameter(negative="")] = False, json: Json
     check
         Also test every backend and every tiny preset on the CPU, and on the GPU if there is one.
     """
-    check_json(json)
+    check_file(json)
     import torch
 
     from palimpsest import doctor as examination

@@ -30,7 +30,7 @@ def _finite(values: Any) -> Any:
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
-def check_json(path: Path | None, flag: str = "--json") -> None:
+def check_file(path: Path | None, flag: str = "--json") -> None:
     """Refuses a file that cannot be written before any work is done."""
     if path is None:
         return

@@ -309,8 +309,7 @@ class Recipe:
         shutil.rmtree(out / "data", ignore_errors=True)
         for name in (run_folder.RUN, run_folder.PIECES, run_folder.METRICS):
             (out / name).unlink(missing_ok=True)
-        if not existed and out.exists() and not any(out.iterdir()):
-            out.rmdir()
+        run_folder.leave(out, existed)
 
 
 def _tables(path: Path) -> dict[str, Any]:

@@ -26,16 +26,14 @@ def alone(folder: Path) -> Iterator[None]:
     Raises InputError where one does, and for a file. The system frees the folder of a process that dies. On Windows nothing
     is checked.
     """
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: it is a file; give a folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = None if os.name == "nt" else os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
-    if descriptor is None:
+    _make(folder)
+    if os.name == "nt":
         yield
         return
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
     try:
         import fcntl
 
@@ -52,15 +50,25 @@ def alone(folder: Path) -> Iterator[None]:
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
     """Makes the folder that of a new run with these settings. Raises InputError for one that holds a run."""
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: it is a file; give a folder")
     if any((folder / name).exists() for name in (RUN, METRICS, "checkpoints")):
         raise InputError(f"{folder}: holds a run already; resume it, or give another folder")
+    _make(folder)
+    checkpoint.write_json(folder / RUN, identity)
+
+
+def _make(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: it is a file; give a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(folder / RUN, identity)
     except OSError as error:
         raise InputError(f"{folder}: cannot be written ({error.strerror}); give another folder") from None
+
+
+def leave(folder: Path, existed: bool) -> None:
+    """Removes a folder that was made for work that did not begin: one that was not there before, and is empty."""
+    if not existed and folder.exists() and not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def usable(folder: Path, identity: dict[str, Any], config: TrainConfig) -> list[Path]:

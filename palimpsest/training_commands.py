@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from palimpsest.config import InputError, TrainConfig
-from palimpsest.output import Json, Text, check_json, write_json
+from palimpsest.output import Json, Text, check_file, write_json
 
 if TYPE_CHECKING:
     TrainFlags = TrainConfig
@@ -50,17 +50,16 @@ def tokenize(
     encoding_errors
         strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
     """
-    check_json(json)
+    check_file(json)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: not an empty folder; give another --out")
-    from palimpsest import material
+    from palimpsest import material, run_folder
 
     existed, learned = out.exists(), material.make_tokenizer(tokenizer, text, encoding_errors)
     try:
         tokens = material.prepare(text, out, learned, encoding_errors)
     except (InputError, KeyboardInterrupt):
-        if not existed and out.exists() and not any(out.iterdir()):
-            out.rmdir()
+        run_folder.leave(out, existed)
         raise
     facts = {"tokens": tokens.num_tokens, "documents": len(tokens.document_starts), "text_bytes": tokens.num_bytes}
     facts |= {"vocab_size": tokens.vocab_size, "file_bytes": tokens.path.stat().st_size}
@@ -117,7 +116,7 @@ def train(
     dry_run
         Print parameters, memory, tokens, learning rates and optimiser groups; train nothing and write nothing.
     """
-    check_json(json)
+    check_file(json)
     from palimpsest.recipe import Recipe, render
 
     if run is not None:
@@ -205,7 +204,7 @@ def evaluate(
     encoding_errors
         strict refuses text that is not UTF-8 and says where; replace puts U+FFFD there.
     """
-    check_json(json)
+    check_file(json)
     import torch
 
     from palimpsest import evaluate as scoring
@@ -251,8 +250,8 @@ def report(
     answer
         A part of the prompt, the last of its kind, whose tokens are followed; without it the first token.
     """
-    check_json(json)
-    check_json(out, "--out")
+    check_file(json)
+    check_file(out, "--out")
     if inside is None:
         if prompt is not None or answer is not None or not runs:
             raise InputError("report: give folders of runs, or --inside MODEL with --prompt TEXT")

@@ -112,16 +112,28 @@ INLINE void open_gate(float *x, const float *gate, int64_t count, bool is_silu) 
     }
 }
 
-// Channel i turns with channel i + channels / 2 by position * theta^(-2 i / channels).
-INLINE void rotate(float *x, int64_t position, double theta, int64_t channels) {
-    int64_t half = channels / 2;
-    for (int64_t i = 0; i < half; ++i) {
-        double angle = position * std::pow(theta, -(double)i / half);
-        float c = std::cos(angle), s = std::sin(angle), first = x[i], second = x[i + half];
-        x[i] = first * c - second * s;
-        x[i + half] = second * c + first * s;
+// Channel i turns with channel i + half by position * theta^(-i / half): the same for all heads, so found once a call.
+struct Turns {
+    int64_t half;
+    Floats cosines, sines;  // [n, half]
+    Turns(const int64_t *past, int64_t n, double theta, int64_t channels) : half(channels / 2), cosines(n * half), sines(n * half) {
+        for (int64_t i = 0; i < half; ++i) {
+            double rate = std::pow(theta, -(double)i / half);
+            for (int64_t t = 0; t < n; ++t) {
+                cosines[t * half + i] = std::cos(past[t] * rate);
+                sines[t * half + i] = std::sin(past[t] * rate);
+            }
+        }
     }
-}
+    // x: the channels of one head of token t.
+    void apply(float *x, int64_t t) const {
+        for (int64_t i = 0; i < half; ++i) {
+            float c = cosines[t * half + i], s = sines[t * half + i], first = x[i], second = x[i + half];
+            x[i] = first * c - second * s;
+            x[i + half] = second * c + first * s;
+        }
+    }
+};
 
 // tanh to about 1e-7 of itself: a continued fraction near 0, where the quotient of exponentials loses digits.
 INLINE vec tanh_of(vec x) {
@@ -282,7 +294,8 @@ INLINE void attend_all(const Query &a, const Cache &c, const float *q, float *o,
 
 // The new keys and values of sequence t, head by head, behind its rows; and its queries made ready.
 template <typename Number>
-void place_rows(const Attention &m, const Cache &c, float *q, float *k, const float *v, const int64_t *past, int64_t n) {
+void place_rows(const Attention &m, const Cache &c, const Turns &turns, float *q, float *k, const float *v, const int64_t *past,
+                int64_t n) {
     int64_t all_heads = m.heads + 2 * m.key_heads;
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < n * all_heads; ++item) {
@@ -293,7 +306,7 @@ void place_rows(const Attention &m, const Cache &c, float *q, float *k, const fl
         if (is_query || is_key) {
             const Norm &norm = is_query ? m.q_norm : m.k_norm;
             if (norm.weight.data) normalise(norm, {x, 0}, x, 1, m.dim);
-            if (m.rotated) rotate(x, past[t], m.theta, m.rotated);
+            turns.apply(x, t);
         }
         if (is_query) continue;
         const float *from = is_key ? x : v + (t * m.key_heads + own) * m.dim;
@@ -309,6 +322,7 @@ void attention_step(const Attention &m, const Tokens &a, const Cache &cache, con
     int64_t n = a.n, width = m.q.columns, queries = m.heads * m.dim;
     Query query = {n, m.heads, m.key_heads, m.dim, m.dim, 1 / std::sqrt((float)m.dim), 0};
     Floats q(n * queries), k(n * m.k.rows), v(n * m.v.rows), gate(n * m.gate.rows), o(n * queries);
+    Turns turns(past, n, m.theta, m.rotated);
     Result result(a, width);
 #pragma omp parallel num_threads(a.threads) if (a.threads > 1)
     {
@@ -320,7 +334,7 @@ void attention_step(const Attention &m, const Tokens &a, const Cache &cache, con
         product(m.v, x, v, n);
         product(m.gate, x, gate, n);
 #pragma omp barrier
-        place_rows<Number>(m, cache, q, k, v, past, n);
+        place_rows<Number>(m, cache, turns, q, k, v, past, n);
         attend_all<Number>(query, cache, q, o, past, longest, a.threads, [](int64_t, int64_t, int64_t) {},
                            [&](int64_t t, int64_t first, int64_t last) {
                                int64_t at = (t * m.heads + first) * m.dim;
@@ -347,6 +361,7 @@ void latent_step(const Latents &m, const Tokens &a, const Cache &cache, const in
     Query query = {n, m.heads, 1, row, m.rank, 1 / std::sqrt((float)channels), 0};
     Floats q_low(n * m.q_low.rows), q(n * m.q.rows), fresh(n * row), gate(n * m.gate.rows), absorbed(n * m.heads * row);
     Floats context(n * m.heads * m.rank), o(n * m.heads * m.value_dim);
+    Turns turns(past, n, m.theta, m.theta > 0 ? m.rope : 0);
     Result result(a, width);
     const Number *up = (const Number *)m.kv_b.weight;  // [H, nope + V, R]
 #pragma omp parallel num_threads(a.threads) if (a.threads > 1)
@@ -364,7 +379,7 @@ void latent_step(const Latents &m, const Tokens &a, const Cache &cache, const in
         for (int64_t t = 0; t < n; ++t) {
             float *c = fresh + t * row;
             normalise(m.latent_norm, {c, 0}, c, 1, m.rank);
-            if (m.theta > 0) rotate(c + m.rank, past[t], m.theta, m.rope);
+            turns.apply(c + m.rank, t);
             Number *to = (Number *)cache.keys + t * cache.key_batch + past[t] * cache.key_row;
             for (int64_t i = 0; i < row; ++i) narrow(c[i], to + i);
         }
@@ -373,7 +388,7 @@ void latent_step(const Latents &m, const Tokens &a, const Cache &cache, const in
             [&](int64_t t, int64_t first, int64_t last) {
                 for (int64_t h = first; h < last; ++h) {
                     float *from = q + (t * m.heads + h) * channels, *to = absorbed + (t * m.heads + h) * row;
-                    if (m.theta > 0) rotate(from + m.nope, past[t], m.theta, m.rope);
+                    turns.apply(from + m.nope, t);
                     std::memset(to, 0, m.rank * 4);
                     gather(from, up + h * per_head * m.rank, m.rank, m.nope, m.rank, to);
                     std::memcpy(to + m.rank, from + m.nope, m.rope * 4);

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from palimpsest.config import InputError
-from palimpsest.output import Json, check_json, write_json
+from palimpsest.output import Json, check_file, write_json
 from palimpsest.plan import Plan, page, table
 from palimpsest.plan import fit as fitting
 from palimpsest.plan import plan as make
@@ -74,8 +74,8 @@ def plan(
     html
         Also write a page with plots.
     """
-    check_json(json)
-    check_json(html, "--html")
+    check_file(json)
+    check_file(html, "--html")
     settings: dict[str, Any] = {"batch": batch, "device": device, "num_devices": devices, "dtype": dtype}
     settings |= {
         "optimizer": optimizer,
