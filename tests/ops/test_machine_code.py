@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -81,15 +82,21 @@ def test_fused_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     for betas in (None, (4.0, 25.0)):
         glu.gated(heads, heads, betas).sum().backward()
     assert len(found) == 14
-    check(found)
+    for listing in check(found):  # no thread reads or writes bfloat16 numbers one by one
+        assert not re.search(r"(LDG|STG)\.E\.[US]16", listing)
 
 
-def check(found: list[Any]) -> None:
+def check(found: list[Any]) -> list[str]:
+    """Machine code of all launches."""
     assert len(found) >= 6
+    listings = []
     for kernel, args, options in found:
         result = compiled(kernel, args, options)
+        listing = disassembly(result)
         assert result.metadata.shared <= SHARED_BYTES, kernel.__name__
-        assert unwritten(disassembly(result)) == [], kernel.__name__
+        assert unwritten(listing) == [], kernel.__name__
+        listings.append(listing)
+    return listings
 
 
 def test_the_check_can_fail() -> None:
