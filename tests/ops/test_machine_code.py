@@ -69,9 +69,9 @@ def test_fused_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     from palimpsest.ops.triton import conv, glu, norms
 
     found: list[Any] = []
-    for module, name in ((conv, "conv"), (norms, "norm"), (glu, "glu")):
-        for kernel in (name, f"{name}_back"):
-            monkeypatch.setattr(module, kernel, Recorder(getattr(module, kernel), found))
+    names = {conv: ("conv", "conv_slope", "conv_back"), norms: ("norm", "norm_back"), glu: ("glu", "glu_back")}
+    for module, kernel in ((module, kernel) for module, kernels in names.items() for kernel in kernels):
+        monkeypatch.setattr(module, kernel, Recorder(getattr(module, kernel), found))
     x, wide = torch.empty(1, 64, 2304, dtype=dtype), torch.empty(64, 768, requires_grad=True)
     heads = torch.empty(64, 6, 128, dtype=dtype, requires_grad=True)
     for lengths, state in ((None, torch.empty(1, 3, 2304, dtype=dtype)), ([40, 24], torch.empty(2, 3, 2304, dtype=dtype))):
@@ -81,7 +81,7 @@ def test_fused_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
         norms.rms_norm(heads, torch.empty(128, requires_grad=True), 1e-5, dtype, heads, kind).sum().backward()
     for betas in (None, (4.0, 25.0)):
         glu.gated(heads, heads, betas).sum().backward()
-    assert len(found) == 14
+    assert len(found) == 16
     for listing in check(found):  # no thread reads or writes bfloat16 numbers one by one
         assert not re.search(r"(LDG|STG)\.E\.[US]16", listing)
 

@@ -1,9 +1,9 @@
-"""The short convolution in one pass over its input, and its gradients in another.
+"""The short convolution in one pass over its input, and its gradients in two: z' once for every token, then all sums of it.
 
     y[t] = SiLU(z[t])    z[t] = sum_d w[W-1-d] x[t-d]
     z' = y' SiLU'(z)     x'[t] = sum_d w[W-1-d] z'[t+d]     w'[W-1-d] = sum_t x[t] z'[t+d]
 
-A prime is a gradient. Only the inputs are kept: the backward pass forms z again.
+A prime is a gradient. Only the inputs are kept: the backward pass forms z again, and z' in float32 is there while it runs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from palimpsest.ops.triton.gates import sigmoid
 
-TOKENS, CHANNELS = 32, 128  # of one program
-BACK = {"BT": 32, "BC": 128, "num_warps": 4}  # the same in the backward pass
+TILE = {"BT": 64, "BC": 64, "num_warps": 4}  # tokens and channels of one program
 
 
 @triton.jit
@@ -37,14 +36,23 @@ def place(t, places, total, tokens, PACKED: tl.constexpr):
 
 @triton.jit
 def inputs(x, state, c, row, sequence, position, live, stride, C: tl.constexpr, W: tl.constexpr, LEFT: tl.constexpr):
-    """Inputs at `position` [BT] of their sequences, which are at `row` of x: [BT,BC] in float32. Left of a sequence (LEFT: if
-    positions may be below 0) stands its state, and left of that nothing."""
-    value = tl.load(x + row[:, None] * stride + c[None, :], mask=live & (position >= 0)[:, None], other=0.0).to(tl.float32)
+    """Inputs at `position` [BT] of their sequences, which are at `row` of x: [BT,BC] in float32, 0 where not `live`. Left of a
+    sequence stands its state: LEFT says that positions down to 1 - W may come."""
+    here = x + row * stride
     if LEFT:
-        at = (sequence * (W - 1) + position + (W - 1))[:, None] * C + c[None, :]
-        old = live & ((position < 0) & (position > -W))[:, None]
-        value += tl.load(state + at, mask=old, other=0.0).to(tl.float32)
-    return value
+        here = tl.where(position < 0, state + (sequence * (W - 1) + position + (W - 1)) * C, here)
+    return tl.load(here[:, None] + c[None, :], mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mixed(x, weight, state, c, row, sequence, position, live, stride, C: tl.constexpr, W: tl.constexpr):
+    """z of tokens at `row`, [BT,BC]. `weight` [W,C]: a thread's channels lie together."""
+    tap = tl.load(weight + (W - 1) * C + c, mask=c < C, other=0.0).to(tl.float32)
+    sums = tap[None, :] * inputs(x, state, c, row, sequence, position, live, stride, C, W, False)
+    for d in tl.static_range(1, W):
+        tap = tl.load(weight + (W - 1 - d) * C + c, mask=c < C, other=0.0).to(tl.float32)
+        sums += tap[None, :] * inputs(x, state, c, row - d, sequence, position - d, live, stride, C, W, True)
+    return sums
 
 
 @triton.jit(do_not_specialize=["total", "tokens"])
@@ -55,18 +63,29 @@ def conv(
     """BT of all B T tokens, BC channels."""
     t, c = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BC + tl.arange(0, BC)
     sequence, position = place(t, places, total, tokens, PACKED)
-    live = (t < total)[:, None] & (c < C)[None, :]
-    row = t.to(tl.int64)
-    sums = tl.zeros([BT, BC], tl.float32)
-    for d in tl.static_range(W):
-        tap = tl.load(weight + c * W + (W - 1 - d), mask=c < C, other=0.0).to(tl.float32)
-        sums += tap[None, :] * inputs(x, state, c, row - d, sequence, position - d, live, stride, C, W, d > 0)
-    tl.store(y + row[:, None] * C + c[None, :], (sums * sigmoid(sums)).to(y.dtype.element_ty), mask=live)
+    live, row = (t < total)[:, None] & (c < C)[None, :], t.to(tl.int64)
+    z = mixed(x, weight, state, c, row, sequence, position, live, stride, C, W)
+    tl.store(y + row[:, None] * C + c[None, :], (z * sigmoid(z)).to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["total", "tokens"])
+def conv_slope(
+    x, weight, state, d_y, d_z, places, total, tokens, stride, stride_y,
+    C: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The same, and z' [B T,C]."""
+    t, c = tl.program_id(1) * BT + tl.arange(0, BT), tl.program_id(0) * BC + tl.arange(0, BC)
+    sequence, position = place(t, places, total, tokens, PACKED)
+    live, row = (t < total)[:, None] & (c < C)[None, :], t.to(tl.int64)
+    flow = tl.load(d_y + row[:, None] * stride_y + c[None, :], mask=live, other=0.0).to(tl.float32)
+    z = mixed(x, weight, state, c, row, sequence, position, live, stride, C, W)
+    gate = sigmoid(z)
+    tl.store(d_z + row[:, None] * C + c[None, :], flow * gate * (1 + z * (1 - gate)), mask=live)
 
 
 @triton.jit(do_not_specialize=["total", "rows"])
 def conv_back(
-    x, weight, state, d_y, d_x, d_weight, d_state, places, total, rows, stride, stride_y,
+    x, weight, state, d_z, d_x, d_weight, d_state, places, total, rows, stride,
     C: tl.constexpr, W: tl.constexpr, PACKED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """BT rows, BC channels: gradients of x and of the state, and in `d_weight` [programs,W,C] these rows' part of the taps'.
@@ -83,19 +102,14 @@ def conv_back(
     own = inputs(x, state, c, row, sequence, position, live, stride, C, W, W > 1)
     result = tl.zeros([BT, BC], tl.float32)
     for d in tl.static_range(W):  # the output d tokens on reads this row by tap W - 1 - d
-        _, place_there = place(t + d, places, total, rows, PACKED)
         # So far into a sequence that began at this row or before, or else another one began in between.
-        same = (t + d < total) & (place_there >= d) & (position + d >= 0)
-        there = same[:, None] & inside
-        sums = tl.zeros([BT, BC], tl.float32)
-        for j in tl.static_range(W):
-            tap = tl.load(weight + c * W + (W - 1 - j), mask=c < C, other=0.0).to(tl.float32)
-            ahead = d - j
-            sums += tap[None, :] * inputs(x, state, c, row + ahead, sequence, position + ahead, there, stride, C, W, j > 0)
-        flow = tl.load(d_y + (row + d)[:, None] * stride_y + c[None, :], mask=there, other=0.0).to(tl.float32)
-        gate = sigmoid(sums)
-        flow = tl.where(there, flow * gate * (1 + sums * (1 - gate)), 0.0)
-        tap = tl.load(weight + c * W + (W - 1 - d), mask=c < C, other=0.0).to(tl.float32)
+        place_there = place_here + d
+        same = (t + d < total) & (place_there < rows) & (position + d >= 0)
+        if PACKED:
+            _, place_there = place(t + d, places, total, rows, PACKED)
+            same = (t + d < total) & (place_there >= d) & (position + d >= 0)
+        flow = tl.load(d_z + (row + d)[:, None] * C + c[None, :], mask=same[:, None] & inside, other=0.0)
+        tap = tl.load(weight + (W - 1 - d) * C + c, mask=c < C, other=0.0).to(tl.float32)
         result += tap[None, :] * flow
         part = (tl.program_id(1).to(tl.int64) * W + (W - 1 - d)) * C + c
         tl.store(d_weight + part, tl.sum(own * flow, 0), mask=c < C)
@@ -120,6 +134,10 @@ def _by_row(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
 
 
+def _grid(channels: int, rows: int) -> tuple[int, int]:
+    return -(-channels // TILE["BC"]), -(-rows // TILE["BT"])
+
+
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, state: Tensor, lengths: list[int] | None) -> Tensor:
@@ -128,10 +146,9 @@ class _ShortConv(torch.autograd.Function):
         batch, tokens, channels = x.shape
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         places = None if lengths is None else _places(tuple(lengths), x.device)
-        grid = (-(-channels // CHANNELS), -(-batch * tokens // TOKENS))
-        conv[grid](
-            x, weight, state, y, places, batch * tokens, tokens, x.stride(1),
-            C=channels, W=weight.shape[1], PACKED=lengths is not None, BT=TOKENS, BC=CHANNELS,
+        conv[_grid(channels, batch * tokens)](
+            x, weight.mT.contiguous(), state, y, places, batch * tokens, tokens, x.stride(1),
+            C=channels, W=weight.shape[1], PACKED=lengths is not None, **TILE,
         )  # fmt: skip
         return y
 
@@ -139,19 +156,24 @@ class _ShortConv(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> Any:
         x, weight, state = ctx.saved_tensors
-        d_y = _by_row(d_y)
-        (batch, tokens, channels), taps = x.shape, weight.shape[1]
+        d_y, dtype, weight = _by_row(d_y), weight.dtype, weight.mT.contiguous()
+        (batch, tokens, channels), taps = x.shape, len(weight)
+        form = {"C": channels, "W": taps, "PACKED": ctx.lengths is not None, **TILE}
+        places = None if ctx.lengths is None else _places(tuple(ctx.lengths), x.device)
+        d_z = torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+        conv_slope[_grid(channels, batch * tokens)](
+            x, weight, state, d_y, d_z, places, batch * tokens, tokens, x.stride(1), d_y.stride(1), **form
+        )
         total = batch * tokens + len(state) * (taps - 1)
         lengths = None if ctx.lengths is None else tuple(length + taps - 1 for length in ctx.lengths)
         places = None if lengths is None else _places(lengths, x.device)
-        grid = (-(-channels // BACK["BC"]), -(-total // BACK["BT"]))
+        grid = _grid(channels, total)
         d_x, d_state = (torch.empty_like(each, memory_format=torch.contiguous_format) for each in (x, state))
         parts = x.new_empty(grid[1], taps, channels, dtype=torch.float32)
         conv_back[grid](
-            x, weight, state, d_y, d_x, parts, d_state, places, total, tokens + taps - 1, x.stride(1), d_y.stride(1),
-            C=channels, W=taps, PACKED=lengths is not None, **BACK,
+            x, weight, state, d_z, d_x, parts, d_state, places, total, tokens + taps - 1, x.stride(1), **form
         )  # fmt: skip
-        d_weight = parts.sum(0).mT.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        d_weight = parts.sum(0).mT.to(dtype) if ctx.needs_input_grad[1] else None
         return d_x, d_weight, d_state, None
 
 
@@ -160,4 +182,4 @@ def short_conv(x: Tensor, weight: Tensor, state: Tensor, lengths: list[int] | No
     if x.is_cuda and x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return short_conv(x, weight, state, lengths)
-    return _ShortConv.apply(_by_row(x), weight.contiguous(), state.contiguous(), lengths)  # type: ignore[return-value]
+    return _ShortConv.apply(_by_row(x), weight, state.contiguous(), lengths)  # type: ignore[return-value]
