@@ -348,7 +348,7 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
         tile = {"BK": min(width, given.padded), "BV": max(16, min(width, value_dim))}
         return {**tile, "num_warps": 4, "num_stages": 2 if timed else 1}
     if kernel == "chunk_back" and given.vector:
-        if timed and given.mild:  # other decays take three times the spills
+        if timed and given.mild:  # other decays spill two to three times as much
             return {"BK": 32, "SPAN": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
         # Float32 products take three times the shared memory: a program of their own for every block of channels.
         few = {"BK": 16, "SPAN": 16, "num_warps": 4, "num_stages": 1}
