@@ -289,10 +289,12 @@ def step_tiles(options: list[dict[str, int]], batch: int = 32, heads: int = 32) 
     usual = launch.config
     for option in options:
         launch.config = lambda x, name, *rest, option=option: usual(x, name, *rest) | option
+        launch._built.clear()
         try:
             yield _attempt({"work": f"kda step {batch}x1x{heads} {option}"}, lambda: _step(batch, heads))
         finally:
             launch.config = usual
+            launch._built.clear()
 
 
 def sweep(
