@@ -67,7 +67,7 @@ def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False, mi
     say = partial(print, flush=True)
     rows: list[dict[str, Any]] = []
     about = {**_about(), "device": benchmark_gpu.device()}  # asked now: a fault on the way would leave no device to ask
-    for row in itertools.chain(benchmark_gpu.all_tables(), peers_gpu.tables() if peers else ()):
+    for row in itertools.chain(benchmark_gpu.timings(), peers_gpu.tables() if peers else (), benchmark_gpu.checks()):
         rows.append(row)
         write_json(out, {**about, "rows": rows})
         say(benchmark_gpu.line(row))

@@ -65,7 +65,7 @@ def test_the_gpu_benchmark_keeps_every_row_as_it_comes(tmp_path: Path, monkeypat
     monkeypatch.setattr(ops, "backends", lambda: [("triton", True, "")])
     monkeypatch.setattr(benchmark_gpu, "available", lambda: True)
     monkeypatch.setattr(benchmark_gpu, "device", lambda: {"name": "none"})
-    monkeypatch.setattr(benchmark_gpu, "all_tables", rows)
+    monkeypatch.setattr(benchmark_gpu, "timings", rows)
     with pytest.raises(KeyboardInterrupt):
         benchmark_commands.gpu(out=out)
     assert [row["work"] for row in json.loads(out.read_text())["rows"]] == ["first", "second"]
