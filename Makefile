@@ -57,7 +57,7 @@ ORACLE_PIP := .venv-oracle/bin/python -m pip install --quiet --disable-pip-versi
 	@touch $@
 
 kernels: .venv-kernels/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-kernels/bin/python -m pytest -n 2 tests/ops/test_triton.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-kernels/bin/python -m pytest -n 2 tests/ops/test_triton.py tests/ops/test_fused.py
 	OMP_NUM_THREADS=1 .venv-kernels/bin/python -m pytest -n 2 tests/ops/test_machine_code.py
 
 # Not under constraints.txt: triton 3.6's interpreter needs an older numpy.

@@ -42,16 +42,22 @@ def cpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
 
 
 @benchmark.command
-def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) -> None:
+def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False, minutes: float | None = None) -> None:
     """Check the GPU kernels against float64 and time them. Two minutes on a GPU that has nothing else to do.
 
     Parameters
     ----------
     out
-        The file to write: every error, every median beside its floor, the machine, the commit and the command.
+        The file to write: every error, every median beside its floor, the machine, the commit and the command. It is written
+        anew after every row, so that a run that ends early keeps what it measured.
     peers
         Also run flash-linear-attention, where it is installed, and torch's softmax attention on the same inputs.
+    minutes
+        Start no further row after this time.
     """
+    began = time.monotonic()
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise InputError(f"benchmark gpu: --minutes {minutes}: must be more than 0")
     check_file(out, "--out")
     from palimpsest import benchmark_gpu, ops, peers_gpu
 
@@ -61,12 +67,13 @@ def gpu(*, out: Path, peers: Annotated[bool, Parameter(negative="")] = False) ->
     say = partial(print, flush=True)
     rows: list[dict[str, Any]] = []
     about = {**_about(), "device": benchmark_gpu.device()}  # asked now: a fault on the way would leave no device to ask
-    try:
-        for row in itertools.chain(benchmark_gpu.all_tables(), peers_gpu.tables() if peers else ()):
-            rows.append(row)
-            say(benchmark_gpu.line(row))
-    finally:  # what was measured before Ctrl-C is kept
+    for row in itertools.chain(benchmark_gpu.timings(), peers_gpu.tables() if peers else (), benchmark_gpu.checks()):
+        rows.append(row)
         write_json(out, {**about, "rows": rows})
+        say(benchmark_gpu.line(row))
+        if minutes is not None and time.monotonic() - began > 60 * minutes:
+            say(f"stopped after {minutes:g} minutes: {out} has the rows above")
+            break
 
 
 @benchmark.command

@@ -1,7 +1,7 @@
 """What a training run will take, from its settings: memory at its height, operations of a step, share of the machine used.
 
 Memory is `plan.training`'s count for weights, gradients and optimiser in float32. With bf16 the matrix products run in
-autocast: their inputs and outputs have 16 bits, while the residual stream, its norms and recurrent memories stay in float32.
+autocast: their inputs and outputs have 16 bits, while the residual stream and recurrent memories stay in float32.
 """
 
 from __future__ import annotations

@@ -16,10 +16,20 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.RMSNorm):
-    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype."""
+    """As in torch; a weight of more digits than x (checkpoints have such) keeps them, and the result has x's dtype.
+
+    One whose result goes through linear maps and nowhere else gives it in autocast's dtype: every map would round it to that by
+    itself. What is summed is summed in float32.
+    """
+
+    feeds_maps = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.dtype == self.weight.dtype else ops.rms_norm(x, self.weight, self.eps or 0.0)
+        device, dtype = x.device.type, x.dtype
+        if self.feeds_maps and torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        same = x.dtype == self.weight.dtype == dtype
+        return super().forward(x) if same else ops.rms_norm(x, self.weight, self.eps or 0.0, dtype)
 
 
 class Linear8(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from palimpsest import ops
 from palimpsest.config import ModelConfig
 from palimpsest.linear import Linear
 from palimpsest.moe import MoE
@@ -24,6 +25,10 @@ def situ(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 25.0)
 
     Both branches saturate, so |result| < beta * linear_beta; for large betas it is SwiGLU.
     """
+    if _fuses(gate, up):
+        from palimpsest.ops.triton import glu
+
+        return glu.gated(gate, up, (beta, linear_beta))
     dtype = torch.float64 if gate.dtype == torch.float64 else torch.float32
     g, u = gate.to(dtype), up.to(dtype)
     return (beta * torch.tanh(g / beta) * torch.sigmoid(g) * linear_beta * torch.tanh(u / linear_beta)).to(gate.dtype)
@@ -31,7 +36,15 @@ def situ(gate: Tensor, up: Tensor, beta: float = 4.0, linear_beta: float = 25.0)
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
+    if _fuses(gate, up):
+        from palimpsest.ops.triton import glu
+
+        return glu.gated(gate, up)
     return F.silu(gate) * up
+
+
+def _fuses(gate: Tensor, up: Tensor) -> bool:
+    return gate.shape == up.shape and gate.dtype == up.dtype and ops.trains_on_triton(gate, up)
 
 
 def activation(name: str, config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:

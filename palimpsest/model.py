@@ -49,9 +49,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.mixer_norm = _norm(config)
+        self.mixer_norm = _norm(config, feeds_maps=True)
         self.mixer = mixers.build(config.mixers[index], config)
-        self.mlp_norm = _norm(config)
+        self.mlp_norm = _norm(config, feeds_maps=config.mlps[index] != "moe")  # a router's scores are of float32
         self.mlp = mlps.build(config.mlps[index], config)
         attends = config.residual != "sum"
         self.mixer_residual = Site(config) if attends else None
@@ -358,7 +358,9 @@ def _count(module: nn.Module) -> int:
     return on_disk + sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
 
 
-def _norm(config: ModelConfig) -> nn.Module:
+def _norm(config: ModelConfig, feeds_maps: bool = False) -> nn.Module:
     if config.norm == "layer":
         return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
-    return RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+    norm.feeds_maps = feeds_maps
+    return norm

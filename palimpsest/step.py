@@ -7,6 +7,8 @@ what lies between two sublayers is not rounded on the way. Where it does not app
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -46,11 +48,12 @@ def _is_step(segments: Segments) -> bool:
 class Gathered:
     """What the compiled call reads of a norm and a sublayer, gathered again whenever a module or a weight is another one.
 
-    It holds addresses, not the weights. A copy, of a model for instance, begins with nothing.
+    A copy, of a model for instance, begins with nothing.
     """
 
     def __init__(self) -> None:
-        self._seen: list[object] = []
+        self._dtype: torch.dtype | None = None
+        self._sight: Sight | None = None
         self._found: Any = None
 
     def __reduce__(self) -> tuple[type[Gathered], tuple[()]]:
@@ -58,16 +61,46 @@ class Gathered:
 
     def of(self, norm: nn.Module, layer: nn.Module, dtype: torch.dtype) -> Any:
         """The structure of cpu_layer.py for inputs of `dtype`, or None where the modules have to run."""
-        seen: list[object] = [dtype]
-        if not (_look(norm, seen) and _look(layer, seen)):
-            return None
-        if seen != self._seen:
-            try:
-                self._found = _gather(norm, layer, dtype)
-            except Unfit:
-                self._found = None
-            self._seen = seen
+        if self._sight is None or dtype is not self._dtype or not self._sight.holds(norm, layer):
+            self._dtype, self._sight, self._found = dtype, Sight(norm, layer), None
+            if self._sight.is_plain:
+                with contextlib.suppress(Unfit):
+                    self._found = _gather(norm, layer, dtype)
         return self._found
+
+
+class Sight:
+    """What was seen of a few modules and those inside them, laid out so that every token can see whether it is still so."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        found = [module for top in modules for module in top.modules()]
+        inside = [module.__dict__ for module in found]
+        self._modules = modules
+        self._hooks = [each[kind] for each in inside for kind in ("_forward_hooks", "_forward_pre_hooks")]
+        self._hooked = any(self._hooks)
+        interests = [(each, name) for each in inside for name in INTERESTS if name in each]
+        self._absent = [[(each, name)[part] for each in inside for name in INTERESTS if name not in each] for part in (0, 1)]
+        parts = [(table, name) for each in inside for table in (each["_parameters"], each["_modules"]) for name in table]
+        self._tables, self._names = zip(*interests, *parts, strict=True)
+        self._values = [table[name] for table, name in (*interests, *parts)]
+        self._weights = [value for value in self._values if isinstance(value, Tensor)]
+        # A weight of another kind than a parameter may be anything, a distributed one for instance.
+        plain = all(type(weight) is nn.Parameter for weight in self._weights)
+        self.is_plain = plain and not self._hooked and all(each[name] is None for each, name in interests)
+        self._places = self._where() if plain else []
+
+    def holds(self, *modules: nn.Module) -> bool:
+        """Whether it all is as it was: the same modules, weights at the same addresses, nobody new who takes an interest."""
+        if any(map(operator.is_not, modules, self._modules)) or any(map(operator.contains, *self._absent)):
+            return False
+        try:
+            same = all(map(operator.is_, map(operator.getitem, self._tables, self._names), self._values))
+        except KeyError:  # a part was taken out
+            return False
+        return same and any(self._hooks) == self._hooked and (not self._places or self._where() == self._places)
+
+    def _where(self) -> list[object]:
+        return [*map(Tensor.data_ptr, self._weights), *map(operator.attrgetter("dtype"), self._weights)]
 
 
 def mix(
@@ -95,23 +128,6 @@ def feed(gathered: Gathered, norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tens
     if weights is None or not x.is_contiguous():
         return None
     return (cpu_layer.experts if isinstance(mlp, MoE) else cpu_layer.mlp)(weights, x)
-
-
-def _look(module: nn.Module, seen: list[object]) -> bool:
-    """Notes a module, those inside it and where their weights lie; False when somebody takes an interest in one of them."""
-    inside = module.__dict__
-    if inside["_forward_hooks"] or inside["_forward_pre_hooks"]:
-        return False
-    for name in INTERESTS:
-        if inside.get(name) is not None:
-            return False
-    seen.append(type(module))
-    for weight in inside["_parameters"].values():
-        if weight is not None:
-            if type(weight) is not nn.Parameter:
-                return False
-            seen += (weight.data_ptr(), weight.dtype, weight.numel())
-    return all(child is None or _look(child, seen) for child in inside["_modules"].values())
 
 
 def _gather(norm: nn.Module, layer: nn.Module, dtype: torch.dtype) -> Any:

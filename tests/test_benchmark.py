@@ -1,12 +1,15 @@
 """What is timed is what is said to be timed, and bytes come from real states."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import palimpsest as pal
-from palimpsest import benchmark, benchmark_commands, benchmark_gpu
+from palimpsest import benchmark, benchmark_commands, benchmark_gpu, ops
 
 
 def test_bytes_grow_with_every_token_for_attention_and_stay_for_recurrent_memories():
@@ -48,6 +51,28 @@ def test_the_gpu_benchmark_is_refused_without_a_gpu(tmp_path: Path, monkeypatch:
     with pytest.raises(pal.InputError, match="benchmark gpu: cannot run here: "):
         benchmark_commands.gpu(out=tmp_path / "gpu.json")
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_the_gpu_benchmark_keeps_every_row_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "gpu.json"
+
+    def rows() -> Iterator[dict[str, Any]]:
+        yield {"work": "first", "ms": 1.0}
+        assert [row["work"] for row in json.loads(out.read_text())["rows"]] == ["first"]
+        yield {"work": "second", "ms": 2.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ops, "backends", lambda: [("triton", True, "")])
+    monkeypatch.setattr(benchmark_gpu, "available", lambda: True)
+    monkeypatch.setattr(benchmark_gpu, "device", lambda: {"name": "none"})
+    monkeypatch.setattr(benchmark_gpu, "timings", rows)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark_commands.gpu(out=out)
+    assert [row["work"] for row in json.loads(out.read_text())["rows"]] == ["first", "second"]
+    benchmark_commands.gpu(out=out, minutes=1e-9)
+    assert [row["work"] for row in json.loads(out.read_text())["rows"]] == ["first"]
+    with pytest.raises(pal.InputError, match="--minutes 0"):
+        benchmark_commands.gpu(out=out, minutes=0)
 
 
 def test_floors_count_every_input_and_output_once() -> None:

@@ -20,7 +20,7 @@ import palimpsest as pal
 from palimpsest.mixers import ShortConvolution
 from palimpsest.moe import MoE, Router
 from palimpsest.state import KeyValue, Recurrent, State
-from tests.conftest import TINY, make_ids, make_model, relative, state_tensors
+from tests.conftest import TINY, blocks_of, make_ids, make_model, relative, state_tensors
 from tests.golden import make as golden
 
 MODELS: dict[str, pal.Model] = {}
@@ -526,6 +526,24 @@ def test_autocast(preset: str) -> None:
     # By token: in 16 bits a near tie between two experts may fall either way.
     errors = (torch.cat(pieces, 1) - out.logits).norm(dim=-1) / out.logits.norm(dim=-1)
     assert errors.median() < 0.05 and errors.isfinite().all()
+
+
+@pytest.mark.parametrize("preset", TINY)
+def test_norms_in_front_of_maps_round_for_them(preset: str) -> None:
+    """Under autocast their results have the 16 bits that every map would round them to: no bit of the output moves."""
+    model = make_model(preset)
+    ids = make_ids(model, 2, 24)
+    norms = [module for module in model.modules() if getattr(module, "feeds_maps", False)]
+    assert len(norms) == (0 if model.config.norm == "layer" else 2 * len(blocks_of(model)) - model.config.mlps.count("moe"))
+    given: list[torch.dtype] = []
+    hooks = [norm.register_forward_hook(lambda _, inputs, output: given.append(output.dtype)) for norm in norms]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = model(ids).logits
+        assert given == [torch.bfloat16] * len(norms)
+        for norm, hook in zip(norms, hooks, strict=True):
+            hook.remove()
+            norm.feeds_maps = False  # pyright: ignore[reportArgumentType]
+        assert torch.equal(model(ids).logits, rounded)
 
 
 def test_tied_head_stays_tied() -> None:

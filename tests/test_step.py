@@ -231,6 +231,37 @@ def test_where_it_stands_back() -> None:
 
 
 @torch.no_grad()
+def test_interest_may_come_and_go() -> None:
+    """What was gathered once is not used while somebody watches a part of it, and is when he has gone."""
+    block = blocks_of(make_model("kimi-linear-tiny"))[3]
+    gathered, x = step.Gathered(), torch.randn(2, 1, block.mlp.gate.weight.shape[1])
+
+    def feeds() -> bool:
+        return step.feed(gathered, block.mlp_norm, block.mlp, x) is not None
+
+    assert feeds()
+    router = block.mlp.gate
+    for name in ("observe", "forward"):
+        before = router.__dict__.get(name)
+        setattr(router, name, lambda *_: None)
+        assert not feeds()
+        assert not feeds()
+        if before is None and name == "forward":
+            del router.forward
+        else:
+            setattr(router, name, before)
+        assert feeds()
+    handle = router.register_forward_pre_hook(lambda *_: None)
+    assert not feeds()
+    handle.remove()
+    assert feeds()
+    part, block.mlp.shared_experts.up_proj = block.mlp.shared_experts.up_proj, nn.Identity()
+    assert not feeds()
+    block.mlp.shared_experts.up_proj = part
+    assert feeds()
+
+
+@torch.no_grad()
 def test_observers_still_hear() -> None:
     model, heard = make_model("kimi-linear-tiny"), []
     blocks, ids = blocks_of(model), make_ids(make_model("kimi-linear-tiny"), 1, 6)

@@ -12,7 +12,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
@@ -82,8 +81,5 @@ class GatedDeltaNet(DeltaNet):
         if self.gate_activation == "none":
             return super().read(x, o)
         gate = self.g_b_proj(self.g_a_proj(x)) if self.low_rank else self.g_proj(x)
-        dtype = torch.float64 if o.dtype == torch.float64 else torch.float32
-        normed = ops.rms_norm(o.to(dtype), share(self.parallel, self.o_norm.weight), self.norm_eps)
-        gate = gate.unflatten(-1, (self.value_heads, self.value_dim)).to(dtype)
-        opened = torch.sigmoid(gate) if self.gate_activation == "sigmoid" else F.silu(gate)
-        return (normed * opened).to(o.dtype)
+        gate = gate.unflatten(-1, (self.value_heads, self.value_dim))
+        return ops.gated_rms_norm(o, gate, share(self.parallel, self.o_norm.weight), self.norm_eps, self.gate_activation)

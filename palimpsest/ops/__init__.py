@@ -30,6 +30,7 @@ from palimpsest.ops.linear import GROUP as Q8_0_GROUP
 from palimpsest.ops.linear import linear, q8_0_decode, q8_0_encode, q8_0_matmul
 from palimpsest.ops.mxfp4 import GROUP as MXFP4_GROUP
 from palimpsest.ops.mxfp4 import mxfp4_decode, mxfp4_encode, mxfp4_matmul
+from palimpsest.ops.norms import gated_rms_norm, rms_norm
 from palimpsest.ops.reference import recurrence
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "choose",
     "delta_rule",
     "gated_delta_rule",
+    "gated_rms_norm",
     "grouped_in_graph",
     "grouped_matmul",
     "kda",
@@ -57,9 +59,9 @@ __all__ = [
     "q8_0_matmul",
     "rms_norm",
     "short_conv",
+    "trains_on_triton",
 ]
 
-FEW = 1 << 16  # numbers up to which calling torch takes longer than its work
 TRITON_WIDEST = 256  # key channels that a GPU program holds in registers
 BACKENDS = ("reference", "chunked", "triton", "cpu")
 Gate = tuple[Tensor, Tensor | None, float | None]  # A_log, dt_bias, lower_bound
@@ -197,14 +199,6 @@ def l2norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis: arithmetic in float32 (float64 when x is), result in x's dtype."""
-    if x.is_cpu and x.dtype in (torch.float32, torch.bfloat16) and 0 < x.numel() <= FEW and cpu.serves(x, weight):
-        return cpu.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
-    dtype = _compute_dtype(x)
-    return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
-
-
 def can_attend(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `attend` takes these: on a CPU with the compiled backend, of one dtype, and no gradient wanted."""
     same = q.is_cpu and q.dtype in (torch.float32, torch.bfloat16) and q.dtype is k.dtype is v.dtype
@@ -286,9 +280,23 @@ def _triton_refusal(dtype: torch.dtype, device: torch.device, key_dim: int) -> s
     return None
 
 
-def triton_runs(x: Tensor) -> bool:
-    """Whether GPU kernels work on x by choice."""
-    return x.device.type == "cuda" and _triton_refusal(x.dtype, x.device, 1) is None and _is_measured(x.device)
+def triton_runs(*tensors: Tensor) -> bool:
+    """Whether GPU kernels work on these by choice: not in a graph, which torch fuses itself, nor on tensors that are cut over
+    processes, which DTensor knows what to do with."""
+    x = tensors[0]
+    if x.device.type != "cuda" or torch.compiler.is_compiling() or any(hasattr(each, "device_mesh") for each in tensors):
+        return False
+    return _triton_refusal(x.dtype, x.device, 1) is None and _is_measured(x.device)
+
+
+def trains_on_triton(*tensors: Tensor) -> bool:
+    """Whether fused kernels with gradients take these. Where no gradient is wanted a step may be of a few tokens, and then
+    torch's launches take less time than triton's."""
+    x = tensors[0]
+    wanted = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if not wanted or x.numel() == 0 or not triton_runs(*tensors):
+        return False
+    return not x.is_cuda or x.device.index == torch.cuda.current_device()  # kernels are launched on the current device
 
 
 def _run(

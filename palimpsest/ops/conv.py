@@ -7,6 +7,8 @@ The last tap multiplies the current token. Left of a sequence stands its state (
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,8 +34,7 @@ def short_conv(
     elif tuple(state.shape) != (sequences, past, channels):
         raise ValueError(f"state has shape {list(state.shape)}; expected {[sequences, past, channels]}")
     state = state.to(x.dtype)
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (x, weight, state))
-    if x.numel() and not needs_grad and triton_runs(x):
+    if x.numel() and triton_runs(x, weight, state):
         from palimpsest.ops.triton import conv
 
         return conv.short_conv(x, weight, state, lengths), _last(x, state, lengths)
@@ -78,5 +79,18 @@ def _last(x: Tensor, state: Tensor, lengths: list[int] | None) -> Tensor:
     past = state.shape[1]
     if lengths is None:
         return torch.cat([state, x], 1)[:, x.shape[1] :] if x.shape[1] < past else x[:, x.shape[1] - past :].clone()
-    pieces = x[0].split(lengths)
-    return torch.stack([torch.cat([old, new])[len(new) :] for old, new in zip(state, pieces, strict=True)])
+    if past == 0:
+        return state.clone()
+    new, old, is_new = _ends(tuple(lengths), past, x.device)
+    return torch.where(is_new, x[0, new], state.flatten(0, 1)[old])
+
+
+@functools.lru_cache(maxsize=16)
+def _ends(lengths: tuple[int, ...], past: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the last inputs of every document stand: token, row of all states, and which of the two [N,W-1,1]."""
+    count = torch.tensor(lengths, dtype=torch.long).unsqueeze(1)
+    position = count + torch.arange(-past, 0)  # below 0: in the state, which ends in front of position 0
+    token = count.cumsum(0) - count + position
+    row = torch.arange(len(lengths)).unsqueeze(1) * past + past + position
+    found = token.clamp(min=0), row.clamp(max=len(lengths) * past - 1), (position >= 0).unsqueeze(2)
+    return tuple(each.to(device, non_blocking=True) for each in found)  # type: ignore[return-value]

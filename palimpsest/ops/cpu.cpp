@@ -106,9 +106,13 @@ INLINE vec load_some(const float *p, int64_t count) {
 INLINE int64_t lanes(int64_t from, int64_t end) { return end - from < LANES ? end - from : LANES; }
 
 INLINE float total(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float sum = 0;
     for (int l = 0; l < LANES; ++l) sum += x[l];
     return sum;
+#endif
 }
 
 // What one token's sweep needs, for one head: padded to whole vectors, q and k with zeros.
@@ -458,6 +462,8 @@ void backward_head(const Shape &s, const Form &f, const float *q, const float *k
     }
 }
 
+float *aligned(int64_t floats) { return (float *)std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64); }
+
 #include "cpu_step.h"
 
 // Numbers below 1e-38 slow a processor down a hundredfold and mean nothing here; the setting is the thread's own.
@@ -469,7 +475,6 @@ struct FlushSubnormals {
 #endif
 };
 
-float *aligned(int64_t floats) { return (float *)std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64); }
 
 #include "cpu_layer.h"
 
@@ -566,24 +571,24 @@ void palimpsest_few(const void *weight, const uint16_t *scale, const void *x, vo
 }
 
 // o [B, H, V]: the softmax of q [B, H, K] over the first lengths[b] rows of each sequence, all float32 or, `is_half`, bfloat16.
-void palimpsest_attend(const Query *query, const Cache *cache, const void *q, const int64_t *lengths, void *o, int64_t longest,
-                       int32_t threads) {
+void palimpsest_attend(const Query *query, const Cache *cache, const void *q, const int64_t *lengths, void *o, int32_t threads) {
     const Query &a = *query;
-    int64_t parts = (threads + a.batch - 1) / a.batch, width = (a.heads + parts - 1) / parts;
-    parts = (a.heads + width - 1) / width;
+    Parts parts(a, lengths, 0);
+    int64_t count = a.batch * a.heads * a.key_dim;
+    Floats copy(a.is_half ? count : 0), out(a.batch * a.heads * a.value_dim);
+    for (int64_t i = 0; a.is_half && i < count; ++i) copy[i] = widened(((const uint16_t *)q)[i]);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         FlushSubnormals flush;
-        float *room = aligned(a.heads * (padded(a.key_dim) + padded(a.value_dim) + padded(longest)));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < a.batch * parts; ++item) {
-            int64_t b = item / parts, first = item % parts * width, last = first + width < a.heads ? first + width : a.heads;
-            if (a.is_half)
-                attend_heads<uint16_t>(a, *cache, (const uint16_t *)q, lengths[b], (uint16_t *)o, b, first, last, room);
-            else
-                attend_heads<float>(a, *cache, (const float *)q, lengths[b], (float *)o, b, first, last, room);
+        if (a.is_half) attend_parts<uint16_t>(a, *cache, parts, copy);
+        else attend_parts<float>(a, *cache, parts, (const float *)q);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < a.batch * a.heads; ++item) {
+            float *own = out + item * a.value_dim;
+            join_parts(a, parts, item / a.heads, item % a.heads, own);
+            for (int64_t i = item * a.value_dim; i < (item + 1) * a.value_dim; ++i)
+                a.is_half ? narrow(out[i], (uint16_t *)o + i) : narrow(out[i], (float *)o + i);
         }
-        std::free(room);
     }
 }
 
@@ -592,20 +597,20 @@ void palimpsest_rms_norm(const float *x, const float *weight, float *y, int64_t 
     normalise({{weight, 0}, {nullptr, 0}, eps, 0}, {x, 0}, y, n, columns);
 }
 
-// Steps of a sublayer, as cpu_layer.h has them. past [n], int64; `longest` counts the new token.
+// Steps of a sublayer, as cpu_layer.h has them. past [n], int64.
 void palimpsest_recurrent_step(const Recurrence *m, const Tokens *tokens, const float *matrix, float *final, const void *before,
                                void *after) {
     recurrent_step(*m, *tokens, matrix, final, before, after);
 }
 
-void palimpsest_attention_step(const Attention *m, const Tokens *tokens, const Cache *cache, const int64_t *past, int64_t longest) {
-    if (tokens->is_half) attention_step<uint16_t>(*m, *tokens, *cache, past, longest);
-    else attention_step<float>(*m, *tokens, *cache, past, longest);
+void palimpsest_attention_step(const Attention *m, const Tokens *tokens, const Cache *cache, const int64_t *past) {
+    if (tokens->is_half) attention_step<uint16_t>(*m, *tokens, *cache, past);
+    else attention_step<float>(*m, *tokens, *cache, past);
 }
 
-void palimpsest_latent_step(const Latents *m, const Tokens *tokens, const Cache *cache, const int64_t *past, int64_t longest) {
-    if (tokens->is_half) latent_step<uint16_t>(*m, *tokens, *cache, past, longest);
-    else latent_step<float>(*m, *tokens, *cache, past, longest);
+void palimpsest_latent_step(const Latents *m, const Tokens *tokens, const Cache *cache, const int64_t *past) {
+    if (tokens->is_half) latent_step<uint16_t>(*m, *tokens, *cache, past);
+    else latent_step<float>(*m, *tokens, *cache, past);
 }
 
 void palimpsest_mlp_step(const Mlp *m, const Tokens *tokens) { mlp_step(*m, *tokens); }

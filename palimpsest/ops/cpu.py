@@ -19,7 +19,7 @@ from torch import Tensor
 STREAM_BYTES = 12 << 20  # a state of this size leaves the caches before it is read again
 WIDEST = 256  # key channels that a token's place on the stack holds
 LIBRARIES = {"AVX512": "cpu_avx512.so", "AVX2": "cpu_avx2.so", "DEFAULT": "cpu_base.so"}
-STEPS = {"recurrent": (6, 0), "attention": (4, 1), "latent": (4, 1), "mlp": (2, 0), "experts": (2, 0)}  # pointers, sizes
+STEPS = {"recurrent": 6, "attention": 4, "latent": 4, "mlp": 2, "experts": 2}  # and how many pointers each takes
 
 
 class _Shape(ctypes.Structure):
@@ -73,10 +73,10 @@ def library() -> tuple[Any, str]:
     loaded.palimpsest_mxfp4.argtypes = [pointer] * 4 + [ctypes.c_int64] * 3 + [ctypes.c_int32]
     loaded.palimpsest_few.argtypes = [pointer] * 4 + [ctypes.c_int32] * 2 + [ctypes.c_int64] * 3
     loaded.palimpsest_few.argtypes += [pointer, ctypes.c_int64, ctypes.c_int32]
-    loaded.palimpsest_attend.argtypes = [pointer] * 5 + [ctypes.c_int64, ctypes.c_int32]
+    loaded.palimpsest_attend.argtypes = [pointer] * 5 + [ctypes.c_int32]
     loaded.palimpsest_rms_norm.argtypes = [pointer] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
-    for name, counts in STEPS.items():
-        getattr(loaded, f"palimpsest_{name}_step").argtypes = [pointer] * counts[0] + [ctypes.c_int64] * counts[1]
+    for name, count in STEPS.items():
+        getattr(loaded, f"palimpsest_{name}_step").argtypes = [pointer] * count
     functions = ("forward", "backward", "mxfp4", "few", "attend", "rms_norm", *(f"{name}_step" for name in STEPS))
     for function in functions:
         getattr(loaded, f"palimpsest_{function}").restype = None
@@ -226,15 +226,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float
     (batch, _, heads, key_dim), value_dim = q.shape, v.shape[3]
     q, o = q.contiguous(), q.new_empty(batch, 1, heads, value_dim)
     (k_batch, k_row, k_head, _), (v_batch, v_row, v_head, _) = k.stride(), v.stride()
-    longest = max(lengths)
-    work = batch * heads * longest * (key_dim + value_dim)
+    work = batch * heads * max(lengths) * (key_dim + value_dim)
     library()[0].palimpsest_attend(
         ctypes.byref(_Query(batch, heads, k.shape[2], key_dim, value_dim, scale, q.dtype is torch.bfloat16)),
         ctypes.byref(Cache(k.data_ptr(), v.data_ptr(), k_batch, k_row, k_head, v_batch, v_row, v_head)),
         q.data_ptr(),
         (ctypes.c_int64 * batch)(*lengths),
         o.data_ptr(),
-        longest,
         torch.get_num_threads() if work > 1 << 16 else 1,
     )
     return o

@@ -33,15 +33,6 @@ struct Activation {
     float beta, linear_beta;
 };
 
-// Memory for one call.
-struct Floats {
-    float *data;
-    explicit Floats(int64_t count) : data(aligned(count ? count : 1)) {}
-    Floats(const Floats &) = delete;
-    ~Floats() { std::free(data); }
-    operator float *() const { return data; }
-};
-
 INLINE vec vector_of(const Numbers &x, int64_t i) { return x.is_half ? wide((const uint16_t *)x.data + i) : load((const float *)x.data + i); }
 INLINE float number_of(const Numbers &x, int64_t i) { return x.is_half ? widened(((const uint16_t *)x.data)[i]) : ((const float *)x.data)[i]; }
 
@@ -275,23 +266,6 @@ struct Attention {
     double theta;
 };
 
-// One query of each sequence over its rows, `each(t, first, last)` before and `after(t, first, last)` behind it, for heads [first, last) of
-// sequence t. q, o [n, H, ..]. Called by all threads, which share the heads and wait at the end.
-template <typename Number, typename Before, typename After>
-INLINE void attend_all(const Query &a, const Cache &c, const float *q, float *o, const int64_t *past, int64_t longest, int32_t threads,
-                       Before before, After after) {
-    int64_t parts = (threads + a.batch - 1) / a.batch, width = (a.heads + parts - 1) / parts;
-    parts = (a.heads + width - 1) / width;
-    Floats room(a.heads * (padded(a.key_dim) + padded(a.value_dim) + padded(longest)));
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < a.batch * parts; ++item) {
-        int64_t t = item / parts, first = item % parts * width, last = first + width < a.heads ? first + width : a.heads;
-        before(t, first, last);
-        attend_heads<Number>(a, c, q, past[t] + 1, o, t, first, last, room);
-        after(t, first, last);
-    }
-}
-
 // The new keys and values of sequence t, head by head, behind its rows; and its queries made ready.
 template <typename Number>
 void place_rows(const Attention &m, const Cache &c, const Turns &turns, float *q, float *k, const float *v, const int64_t *past,
@@ -316,11 +290,12 @@ void place_rows(const Attention &m, const Cache &c, const Turns &turns, float *q
     }
 }
 
-// past [n]: the rows that each sequence has in the cache, behind which there is room for one more; `longest` with that one.
+// past [n]: the rows that each sequence has in the cache, behind which there is room for one more.
 template <typename Number>
-void attention_step(const Attention &m, const Tokens &a, const Cache &cache, const int64_t *past, int64_t longest) {
+void attention_step(const Attention &m, const Tokens &a, const Cache &cache, const int64_t *past) {
     int64_t n = a.n, width = m.q.columns, queries = m.heads * m.dim;
     Query query = {n, m.heads, m.key_heads, m.dim, m.dim, 1 / std::sqrt((float)m.dim), 0};
+    Parts parts(query, past, 1);
     Floats q(n * queries), k(n * m.k.rows), v(n * m.v.rows), gate(n * m.gate.rows), o(n * queries);
     Turns turns(past, n, m.theta, m.rotated);
     Result result(a, width);
@@ -335,11 +310,12 @@ void attention_step(const Attention &m, const Tokens &a, const Cache &cache, con
         product(m.gate, x, gate, n);
 #pragma omp barrier
         place_rows<Number>(m, cache, turns, q, k, v, past, n);
-        attend_all<Number>(query, cache, q, o, past, longest, a.threads, [](int64_t, int64_t, int64_t) {},
-                           [&](int64_t t, int64_t first, int64_t last) {
-                               int64_t at = (t * m.heads + first) * m.dim;
-                               if (m.gate.weight) open_gate(o + at, gate + at, (last - first) * m.dim, false);
-                           });
+        attend_parts<Number>(query, cache, parts, q);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < n * m.heads; ++item) {
+            join_parts(query, parts, item / m.heads, item % m.heads, o + item * m.dim);
+            if (m.gate.weight) open_gate(o + item * m.dim, gate + item * m.dim, m.dim, false);
+        }
         product(m.out, o, result.data, n);
     }
     a.put(result.data, width);
@@ -356,11 +332,12 @@ struct Latents {
 
 // As above, in the absorbed form; rows [c | p] in the cache are the keys, and their c the values.
 template <typename Number>
-void latent_step(const Latents &m, const Tokens &a, const Cache &cache, const int64_t *past, int64_t longest) {
+void latent_step(const Latents &m, const Tokens &a, const Cache &cache, const int64_t *past) {
     int64_t n = a.n, width = m.kv_a.columns, row = m.rank + m.rope, channels = m.nope + m.rope, per_head = m.nope + m.value_dim;
     Query query = {n, m.heads, 1, row, m.rank, 1 / std::sqrt((float)channels), 0};
+    Parts parts(query, past, 1);
     Floats q_low(n * m.q_low.rows), q(n * m.q.rows), fresh(n * row), gate(n * m.gate.rows), absorbed(n * m.heads * row);
-    Floats context(n * m.heads * m.rank), o(n * m.heads * m.value_dim);
+    Floats contexts(n * m.heads * m.rank), o(n * m.heads * m.value_dim);
     Turns turns(past, n, m.theta, m.theta > 0 ? m.rope : 0);
     Result result(a, width);
     const Number *up = (const Number *)m.kv_b.weight;  // [H, nope + V, R]
@@ -383,27 +360,24 @@ void latent_step(const Latents &m, const Tokens &a, const Cache &cache, const in
             Number *to = (Number *)cache.keys + t * cache.key_batch + past[t] * cache.key_row;
             for (int64_t i = 0; i < row; ++i) narrow(c[i], to + i);
         }
-        attend_all<Number>(
-            query, cache, absorbed, context, past, longest, a.threads,
-            [&](int64_t t, int64_t first, int64_t last) {
-                for (int64_t h = first; h < last; ++h) {
-                    float *from = q + (t * m.heads + h) * channels, *to = absorbed + (t * m.heads + h) * row;
-                    turns.apply(from + m.nope, t);
-                    std::memset(to, 0, m.rank * 4);
-                    gather(from, up + h * per_head * m.rank, m.rank, m.nope, m.rank, to);
-                    std::memcpy(to + m.rank, from + m.nope, m.rope * 4);
-                }
-            },
-            [&](int64_t t, int64_t first, int64_t last) {
-                for (int64_t h = first; h < last; ++h) {
-                    float *to = o + (t * m.heads + h) * m.value_dim;
-                    const Number *weight = up + (h * per_head + m.nope) * m.rank;
-                    for (int64_t i = 0, half = (m.value_dim + 1) / 2; i < half; ++i)
-                        plain_rows<1>(weight + i * m.rank, i + half < m.value_dim ? half : 0, context + (t * m.heads + h) * m.rank,
-                                      to + i, m.rank, m.value_dim);
-                    if (m.gate.weight) open_gate(to, gate + (t * m.heads + h) * m.value_dim, m.value_dim, false);
-                }
-            });
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < n * m.heads; ++item) {
+            float *from = q + item * channels, *to = absorbed + item * row;
+            turns.apply(from + m.nope, item / m.heads);
+            std::memset(to, 0, m.rank * 4);
+            gather(from, up + item % m.heads * per_head * m.rank, m.rank, m.nope, m.rank, to);
+            std::memcpy(to + m.rank, from + m.nope, m.rope * 4);
+        }
+        attend_parts<Number>(query, cache, parts, absorbed);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < n * m.heads; ++item) {
+            float *context = contexts + item * m.rank, *to = o + item * m.value_dim;
+            const Number *weight = up + (item % m.heads * per_head + m.nope) * m.rank;
+            join_parts(query, parts, item / m.heads, item % m.heads, context);
+            for (int64_t i = 0, half = (m.value_dim + 1) / 2; i < half; ++i)
+                plain_rows<1>(weight + i * m.rank, i + half < m.value_dim ? half : 0, context, to + i, m.rank, m.value_dim);
+            if (m.gate.weight) open_gate(to, gate + item * m.value_dim, m.value_dim, false);
+        }
         product(m.out, o, result.data, n);
     }
     a.put(result.data, width);

@@ -163,7 +163,7 @@ def _over_rows(name: str, weights: Any, x: Tensor, cache: cpu.Cache, past: tuple
     y, count = torch.empty_like(x), len(past)
     call = getattr(cpu.library()[0], f"palimpsest_{name}_step")
     pointers = ctypes.byref(weights), ctypes.byref(_tokens(weights, x, y)), ctypes.byref(cache)
-    call(*pointers, (ctypes.c_int64 * count)(*past), max(past) + 1)
+    call(*pointers, (ctypes.c_int64 * count)(*past))
     return y
 
 

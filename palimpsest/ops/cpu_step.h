@@ -67,7 +67,15 @@ typedef uint16_t halves __attribute__((vector_size(LANES * 2), aligned(2)));
 typedef int8_t bytes_of __attribute__((vector_size(LANES), aligned(1)));
 
 // bfloat16 is the upper half of a float32.
-INLINE vec wide_bf16(const uint16_t *p) { return (vec)(__builtin_convertvector(*(const halves *)p, ivec) << 16); }
+INLINE vec wide_bf16(const uint16_t *p) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
+    return (vec)(__builtin_convertvector(*(const halves *)p, ivec) << 16);
+#endif
+}
 INLINE vec wide_int8(const int8_t *p) {
 #if defined(__AVX512F__)
     return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -86,6 +94,16 @@ INLINE float float_of(uint32_t bits) {
 
 // Finite float16 numbers only, subnormal ones too.
 INLINE float wide_half(uint16_t h) { return float_of((h & 0x7fffu) << 13) * (h & 0x8000u ? -0x1p112f : 0x1p112f); }
+
+INLINE vec factor_of_half(uint16_t h) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtph_ps(_mm256_set1_epi16(h));
+#elif defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_set1_epi16(h));
+#else
+    return all(wide_half(h));
+#endif
+}
 
 INLINE uint16_t narrow_bf16(float x) {
     uint32_t bits;
@@ -133,15 +151,21 @@ INLINE void q8_0_rows(const int8_t *row, const uint16_t *scale, int64_t ahead, c
     int64_t next = ahead * columns;
     vec first[COUNT] = {}, second[COUNT] = {};
     for (int64_t group = 0; group < columns / 32; ++group) {
-        vec factor = all(wide_half(scale[group])), other = all(wide_half(scale[next / 32 + group]));
-        for (int i = group * 32; i < group * 32 + 32; i += LANES) {
-            vec a = factor * wide_int8(row + i), b = other * wide_int8(row + next + i);
+        vec factor = factor_of_half(scale[group]), other = factor_of_half(scale[next / 32 + group]);
+        vec here[COUNT] = {}, there[COUNT] = {};
+        for (int i = 0; i < 32; i += LANES) {
+            vec a = wide_int8(row + group * 32 + i), b = wide_int8(row + next + group * 32 + i);
 #pragma GCC unroll 4
             for (int t = 0; t < COUNT; ++t) {
-                vec here = load(x + t * columns + i);
-                first[t] += a * here;
-                second[t] += b * here;
+                vec in = load(x + t * columns + group * 32 + i);
+                here[t] += a * in;
+                there[t] += b * in;
             }
+        }
+#pragma GCC unroll 4
+        for (int t = 0; t < COUNT; ++t) {
+            first[t] += factor * here[t];
+            second[t] += other * there[t];
         }
     }
     for (int t = 0; t < COUNT; ++t) {
@@ -164,6 +188,17 @@ INLINE void split(float *out, const float *x, int64_t columns) {
 
 // ----------------------------------------------------------------------------------------------- one query against many rows
 
+// Memory for one call.
+struct Floats {
+    float *data;
+    explicit Floats(int64_t count) : data(aligned(count ? count : 1)) {}
+    Floats(const Floats &) = delete;
+    ~Floats() { std::free(data); }
+    operator float *() const { return data; }
+};
+
+INLINE int64_t padded(int64_t floats) { return (floats + LANES - 1) / LANES * LANES; }
+
 // Where the rows of one sequence lie: row s of a key head at base + s * row + head * head_stride, counted in numbers.
 struct Cache {
     const void *keys, *values;
@@ -176,76 +211,136 @@ struct Query {
     int32_t is_half;
 };
 
-// scores[s] = scale <q, key s> for up to LANES rows.
+const int64_t AHEAD = 8;  // rows that are asked for before they are needed: memory answers later than the arithmetic takes
+
+// <q, key> lane by lane: the sum of the vector that comes back.
 template <typename Number>
-INLINE void score(const float *q, const Number *keys, int64_t row, int64_t count, int64_t dim, float scale, float *scores) {
-    vec sum[LANES] = {};
-    for (int64_t l = 0; l < count; ++l) {
-        const Number *key = keys + l * row;
-        vec even = {}, odd = {};
-        int64_t i = 0;
-        for (; i + 2 * LANES <= dim; i += 2 * LANES) {
-            even += load(q + i) * wide(key + i);
-            odd += load(q + i + LANES) * wide(key + i + LANES);
-        }
-        for (; i + LANES <= dim; i += LANES) even += load(q + i) * wide(key + i);
-        sum[l] = even + odd;
-        for (; i < dim; ++i) sum[l][0] += q[i] * widened(key[i]);
+INLINE vec dot(const float *q, const Number *key, int64_t dim) {
+    vec even = {}, odd = {};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= dim; i += 2 * LANES) {
+        even += load(q + i) * wide(key + i);
+        odd += load(q + i + LANES) * wide(key + i + LANES);
     }
-    store(scores, sums(sum) * all(scale));
+    for (; i + LANES <= dim; i += LANES) even += load(q + i) * wide(key + i);
+    even += odd;
+    for (; i < dim; ++i) even[0] += q[i] * widened(key[i]);
+    return even;
 }
 
-// scores[s] <- exp(scores[s] - largest); the sum comes back.
-INLINE float weigh(float *scores, int64_t rows) {
-    float largest = scores[0], sum = 0, lost = 0;
-    for (int64_t s = 0; s < rows; ++s) {
-        largest = scores[s] > largest ? scores[s] : largest;
-        lost += scores[s] == scores[s] ? 0 : scores[s];  // NaN stays NaN
+// scores[s] <- exp(scores[s] - largest); the largest and the sum go to `extent`.
+INLINE void weigh(float *scores, int64_t rows, float *extent) {
+    for (int64_t s = rows; s < padded(rows); ++s) scores[s] = scores[rows - 1];
+    vec most = load(scores), lost = {}, sum = {};
+    for (int64_t s = 0; s < rows; s += LANES) {
+        vec here = load(scores + s);
+        most = choose(here > most, here, most);
+        lost += choose(here == here, all(0.0f), here);  // NaN stays NaN
     }
-    for (int64_t first = 0; first < rows; first += LANES) store(scores + first, exp_of(load(scores + first) - all(largest)));
-    for (int64_t s = 0; s < rows; ++s) sum += scores[s];
-    return sum + lost;
+    float largest = most[0];
+    for (int l = 1; l < LANES; ++l) largest = most[l] > largest ? most[l] : largest;
+    for (int64_t s = 0; s < rows; s += LANES) {
+        store(scores + s, exp_of(load(scores + s) - all(largest)));
+        sum += load_some(scores + s, lanes(s, rows));
+    }
+    extent[0] = largest;
+    extent[1] = total(sum + lost);
 }
 
-// o += sum_s weight[s] value[s] over up to LANES rows, four vectors of channels at a time.
+// o += sum_s weight[s] value[s], four vectors of channels at a time.
 template <typename Number>
 INLINE void gather(const float *weights, const Number *values, int64_t row, int64_t count, int64_t dim, float *o) {
     int64_t c = 0;
     for (; c + 4 * LANES <= dim; c += 4 * LANES) {
         vec sum[4];
         for (int n = 0; n < 4; ++n) sum[n] = load(o + c + n * LANES);
-        for (int64_t s = 0; s < count; ++s)
+        for (int64_t s = 0; s < count; ++s) {
+            for (int64_t i = 0; i < 4 * LANES; i += 64 / sizeof(Number)) __builtin_prefetch(values + (s + AHEAD) * row + c + i);
 #pragma GCC unroll 4
             for (int n = 0; n < 4; ++n) sum[n] += all(weights[s]) * wide(values + s * row + c + n * LANES);
+        }
         for (int n = 0; n < 4; ++n) store(o + c + n * LANES, sum[n]);
     }
     for (; c < dim; ++c)
         for (int64_t s = 0; s < count; ++s) o[c] += weights[s] * widened(values[s * row + c]);
 }
 
-INLINE int64_t padded(int64_t floats) { return (floats + LANES - 1) / LANES * LANES; }
+// How the rows of each sequence are dealt out to threads: in parts that depend on its own length alone, so that sums do not depend
+// on the threads or on who else is there. A part of a head leaves the weighted sum of its values, its largest score and the sum of
+// its weights.
+struct Parts {
+    int64_t *lengths, *first;  // [batch], [batch + 1]: the parts in front of those of a sequence
+    int64_t row, largest;
+    Floats found;  // [parts, H, row]
+    static int64_t size(int64_t length) { return 64 * ((length + 4095) / 4096); }  // at most 64 of them
+    Parts(const Query &a, const int64_t *past, int64_t more)
+        : lengths((int64_t *)aligned(4 * a.batch + 2)), first(lengths + a.batch), row(padded(a.value_dim) + LANES), largest(0),
+          found(count(a, past, more) * a.heads * row) {}
+    Parts(const Parts &) = delete;
+    ~Parts() { std::free(lengths); }
+    int64_t count(const Query &a, const int64_t *past, int64_t more) {
+        first[0] = 0;
+        for (int64_t b = 0; b < a.batch; ++b) {
+            int64_t length = lengths[b] = past[b] + more, each = size(length);
+            first[b + 1] = first[b] + (length + each - 1) / each;
+            largest = each > largest ? each : largest;
+        }
+        return first[a.batch];
+    }
+};
 
-// Heads [first, last) of one sequence. Heads lie beside one another in memory, so a few rows of all pass before the next few.
-template <typename Number, typename Outer>
-INLINE void attend_heads(const Query &a, const Cache &c, const Outer *q, int64_t length, Outer *o, int64_t b, int64_t first,
-                         int64_t last, float *room) {
-    int64_t group = a.heads / a.key_heads, row_q = padded(a.key_dim), row_o = padded(a.value_dim), row_s = padded(length);
-    float *queries = room, *results = queries + a.heads * row_q, *scores = results + a.heads * row_o;
-    const Number *keys = (const Number *)c.keys + b * c.key_batch, *values = (const Number *)c.values + b * c.value_batch;
-    for (int64_t h = first; h < last; ++h)
-        for (int64_t i = 0; i < a.key_dim; ++i) queries[h * row_q + i] = widened(q[(b * a.heads + h) * a.key_dim + i]);
-    for (int64_t s = 0; s < length; s += LANES)
-        for (int64_t h = first; h < last; ++h)
-            score(queries + h * row_q, keys + s * c.key_row + h / group * c.key_head, c.key_row,
-                  length - s < LANES ? length - s : LANES, a.key_dim, a.scale, scores + h * row_s + s);
-    float total[last - first];
-    for (int64_t h = first; h < last; ++h) total[h - first] = weigh(scores + h * row_s, length);
-    std::memset(results + first * row_o, 0, (last - first) * row_o * 4);
-    for (int64_t s = 0; s < length; s += LANES)
-        for (int64_t h = first; h < last; ++h)
-            gather(scores + h * row_s + s, values + s * c.value_row + h / group * c.value_head, c.value_row,
-                   length - s < LANES ? length - s : LANES, a.value_dim, results + h * row_o);
-    for (int64_t h = first; h < last; ++h)
-        for (int64_t i = 0; i < a.value_dim; ++i)
-            narrow(results[h * row_o + i] / total[h - first], o + (b * a.heads + h) * a.value_dim + i);
+// One part: `count` rows from `start` on. Memory is read from front to back, so all heads meet a row, or GROUP of them, before the
+// next. products: room for [H, LANES] vectors.
+template <typename Number>
+INLINE void attend_part(const Query &a, const Cache &c, const float *q, int64_t b, int64_t start, int64_t count, int64_t row,
+                        vec *products, float *scores, float *found) {
+    const int64_t GROUP = 4;
+    int64_t group = a.heads / a.key_heads, pitch = padded(count), extent = row - LANES;
+    const Number *keys = (const Number *)c.keys + b * c.key_batch + start * c.key_row;
+    const Number *values = (const Number *)c.values + b * c.value_batch + start * c.value_row;
+    for (int64_t s = 0; s < count; s += LANES) {
+        for (int64_t l = 0; l < LANES && s + l < count; ++l)
+            for (int64_t h = 0; h < a.heads; ++h) {
+                const Number *key = keys + (s + l) * c.key_row + h / group * c.key_head;
+                for (int64_t i = 0; i < a.key_dim; i += 64 / sizeof(Number)) __builtin_prefetch(key + AHEAD * c.key_row + i);
+                products[h * LANES + l] = dot(q + h * a.key_dim, key, a.key_dim);
+            }
+        for (int64_t h = 0; h < a.heads; ++h) store(scores + h * pitch + s, sums(products + h * LANES) * all(a.scale));
+    }
+    for (int64_t h = 0; h < a.heads; ++h) weigh(scores + h * pitch, count, found + h * row + extent);
+    for (int64_t h = 0; h < a.heads; ++h) std::memset(found + h * row, 0, extent * 4);
+    for (int64_t s = 0; s < count; s += GROUP)
+        for (int64_t h = 0; h < a.heads; ++h)
+            gather(scores + h * pitch + s, values + s * c.value_row + h / group * c.value_head, c.value_row,
+                   count - s < GROUP ? count - s : GROUP, a.value_dim, found + h * row);
+}
+
+// All parts of q [batch, H, K]. Called by all threads, which share them and wait at the end.
+template <typename Number>
+INLINE void attend_parts(const Query &a, const Cache &c, const Parts &parts, const float *q) {
+    Floats scores(a.heads * parts.largest), products(a.heads * LANES * LANES);
+    std::memset(products, 0, a.heads * LANES * LANES * 4);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t part = 0; part < parts.first[a.batch]; ++part) {
+        int64_t b = 0;
+        while (parts.first[b + 1] <= part) ++b;
+        int64_t each = Parts::size(parts.lengths[b]), start = (part - parts.first[b]) * each, left = parts.lengths[b] - start;
+        attend_part<Number>(a, c, q + b * a.heads * a.key_dim, b, start, left < each ? left : each, parts.row, (vec *)products.data, scores,
+                            parts.found + part * a.heads * parts.row);
+    }
+}
+
+// o [V] of one head of a sequence from its parts, in their order.
+INLINE void join_parts(const Query &a, const Parts &parts, int64_t b, int64_t h, float *o) {
+    int64_t sums = parts.row - LANES, step = a.heads * parts.row;
+    const float *begin = parts.found + parts.first[b] * step + h * parts.row, *end = parts.found + parts.first[b + 1] * step;
+    float largest = begin[sums], whole = 0;
+    for (const float *part = begin; part < end; part += step) largest = part[sums] > largest ? part[sums] : largest;
+    for (int64_t i = 0; i < a.value_dim; ++i) o[i] = 0;
+    for (const float *part = begin; part < end; part += step) {
+        float factor = std::exp(part[sums] - largest);
+        whole += factor * part[sums + 1];
+        for (int64_t i = 0; i < a.value_dim; ++i) o[i] += factor * part[i];
+    }
+    for (int64_t i = 0; i < a.value_dim; ++i) o[i] /= whole;
 }

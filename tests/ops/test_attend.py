@@ -33,6 +33,8 @@ def softmax_attention(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale
         (4, 1, 576, 512, [100, 33]),  # the latent form of MLA
         (3, 3, 20, 33, [5, 64]),  # no whole vectors
         (1, 1, 1, 1, [3]),
+        (2, 1, 24, 16, [65, 64, 200]),  # in parts
+        (2, 2, 16, 16, [4097, 130]),  # in longer ones
     ],
 )
 def test_one_query_equals_the_definition(
@@ -61,12 +63,26 @@ def test_a_sequence_does_not_see_its_batch() -> None:
         assert torch.equal(alone[0], together[b])
 
 
+def test_threads_change_no_bit() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 1, 4, 64), torch.randn(2, 900, 4, 64), torch.randn(2, 900, 4, 64)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        try:
+            found.append(ops.attend(q, k, v, [900, 333], 0.2))
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_large_scores_are_stable_and_nan_stays_nan() -> None:
-    q, k, v = torch.full((2, 1, 1, 16), 30.0), torch.full((2, 20, 1, 16), 30.0), torch.ones(2, 20, 1, 16)
-    k[1, 7] = float("nan")
-    o = ops.attend(q, k, v, [20, 20], 1.0)
+    q, k, v = torch.full((3, 1, 1, 16), 30.0), torch.full((3, 90, 1, 16), 30.0), torch.ones(3, 90, 1, 16)
+    k[0, 64:] = -30.0  # a whole part weighs nothing beside another
+    k[1, 7], k[2, 70] = float("nan"), float("nan")
+    o = ops.attend(q, k, v, [90, 20, 90], 1.0)
     assert torch.allclose(o[0], torch.ones(1, 1, 16))
-    assert o[1].isnan().all()
+    assert o[1].isnan().all() and o[2].isnan().all()
 
 
 def test_where_it_stands_back() -> None:

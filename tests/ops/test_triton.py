@@ -203,21 +203,3 @@ def test_chosen_and_refused_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
         assert ops.choose(100, gpu)[0] == "chunked" and "9.0" in ops.choose(100, gpu)[1]
     with pytest.raises(ValueError, match="more than 256"):
         call("delta_rule", sized("delta_rule", 3, key_dim=300), backend="triton")
-
-
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_short_convolution(taps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and states of batches, pieces and packed documents shorter than the taps, as without the kernel."""
-    weight = torch.randn(150, taps)
-    for lengths, batch, tokens in ((None, 2, 70), (None, 1, 1), (None, 3, 2), ([0, 1, 2, 40, 0, 3], 1, 46)):
-        bounds = None if lengths is None else torch.tensor([0, *itertools.accumulate(lengths)])
-        wide = torch.randn(batch, tokens, 200)
-        state = torch.randn(batch if lengths is None else len(lengths), taps - 1, 150)
-        for dtype in (torch.float32, torch.bfloat16):
-            x = wide.to(dtype)[..., 20:170]
-            with monkeypatch.context() as patch:
-                y, last = ops.short_conv(x, weight, state, bounds)
-                patch.setattr(ops, "triton_runs", lambda x: True)
-                found, end = ops.short_conv(x, weight, state, bounds)
-            assert found.dtype == y.dtype and relative(found, y) < (1e-6 if dtype == torch.float32 else 1e-2)
-            assert torch.equal(end, last)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from palimpsest.ops.triton.backward import chunk_back, pairs_back, scan_back
+from palimpsest.ops.triton.backward import pairs_back, scan_back
+from palimpsest.ops.triton.chunk_back import chunk_back_scalar, chunk_back_vector, states_back
 from palimpsest.ops.triton.launch import CHUNK, Inputs, Prepared, _stride, config, prepare, results, running, walk
 
 
@@ -32,7 +33,7 @@ class Recurrence(torch.autograd.Function):
 
 def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None]:
     """Gradients of the first eight fields of `given`."""
-    q, k, v, g, beta = given[:5]
+    q, k, v, _, beta = given[:5]
     slots, heads, key_dim, value_dim = given.slots, v.shape[2], q.shape[3], v.shape[3]
     ready = prepare(given)
     entering = q.new_empty(slots, heads, key_dim, value_dim, dtype=given.dtype)
@@ -43,52 +44,88 @@ def gradients(given: Inputs, d_o: Tensor, d_final: Tensor) -> list[Tensor | None
     adjoint = q.new_empty(slots, heads, CHUNK, value_dim, dtype=given.dtype)
     d_initial = torch.empty_like(d_final)
     _scan_back(given, ready, d_o, d_final, d_initial, leaving, adjoint)
-    total = running(given) if given.gate and not given.vector else ready.total
     rows, squares = ready.rows, (ready.reads, ready.solve)  # the pass over pairs writes its results where these were
-    del ready
     d_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     d_beta = None if beta is None else torch.empty_like(beta, memory_format=torch.contiguous_format)
-    along = q.new_empty(slots, heads, 2, CHUNK, dtype=torch.float32) if given.norm else None
+    along = q.new_empty(slots, heads, 3, CHUNK, dtype=torch.float32)
+    total = running(given) if given.gate and not given.vector else None
     bounds, numbers, sizes = given.table()[0], (v.shape[1], given.chunks), given.sizes()
-    shared = {"ERASE": given.erase, "NORM": given.norm, "COLUMNS": rows.shape[2] * CHUNK, "V": value_dim}
     pairs_back[(heads, slots)](
-        v, o, d_o, updates, adjoint, rows, d_v, d_beta, *squares, along, bounds, *numbers, _stride(v),
-        VALUE_HEADS=heads, PACKED=sizes["PACKED"], DT=sizes["DT"], LOGIT=given.logit, **shared, **config(given, "pairs_back"),
+        k, v, o, d_o, updates, adjoint, rows, total, d_v, d_beta, *squares, along, bounds,
+        *numbers, _stride(k), _stride(v), given.scale, HEADS=q.shape[2], VALUE_HEADS=heads, K=key_dim, V=value_dim,
+        COLUMNS=rows.shape[2] * CHUNK, LOGIT=given.logit, NORM=given.norm, ERASE=given.erase,
+        FADES=total is not None, PACKED=sizes["PACKED"], DT=sizes["DT"], **config(given, "pairs_back"),
     )  # fmt: skip
     del o
-    options = config(given, "chunk_back")
-    blocks, repeat = given.padded // options["BK"], heads // q.shape[2]
-    d_q, d_k = (v.new_empty((*v.shape[:3], key_dim), dtype=x.dtype if repeat == 1 else torch.float32) for x in (q, k))
-    d_g = d_bias = d_rate = None
-    if g is not None:
-        d_g = torch.empty_like(g, memory_format=torch.contiguous_format)
-        if not given.vector:
-            d_g = g.new_empty(blocks, *g.shape, dtype=torch.float32)
-        d_bias = None if given.bias is None else v.new_empty(slots, heads, key_dim, dtype=torch.float32)
-        d_rate = None if given.a_log is None else v.new_empty(slots, heads, blocks, dtype=torch.float32)
-    form = given.form()
-    del form["LOGIT"], form["NORM"]
-    chunk_back[(heads, slots, blocks)](
-        q, k, v, g, given.a_log, given.bias, total, d_o, updates, adjoint, entering, leaving, rows, *squares, along,
-        d_q, d_k, d_g, d_bias, d_rate, given.sums(), bounds,
-        *numbers, v.shape[0] * v.shape[1], _stride(q), _stride(k), _stride(v), _stride(g), given.scale, given.bound or 0.0,
-        **sizes, **form, **shared, VECTOR=given.vector, **options,
-    )  # fmt: skip
+    if given.vector:
+        options = config(given, "states_back")
+        del sizes["HEADS"]
+        states_back[(given.padded // options["BK"], heads, slots)](
+            d_o, updates, adjoint, entering, leaving, rows, ready.q_down, ready.k_down, ready.k_up, ready.keep, bounds,
+            *numbers, given.scale, **sizes, V=value_dim, **options,
+        )  # fmt: skip
+        del updates, adjoint, entering, leaving  # before as much is asked for again
+        d_q, d_k, *gate = _vector(given, ready, along)
+    else:
+        d_q, d_k, *gate = _scalar(given, ready, total, (d_o, updates, adjoint, entering, leaving), along)
+    repeat = heads // q.shape[2]
     if repeat > 1:
         d_q, d_k = (x.unflatten(2, (-1, repeat)).sum(3).to(like.dtype) for x, like in ((d_q, q), (d_k, k)))
-    gates = _gate(given, d_g, d_rate, d_bias)
     d_state = None if given.state is None else d_initial.to(given.state.dtype)
-    return [d_q, d_k, d_v, gates[0], d_beta, d_state, *gates[1:]]
+    return [d_q, d_k, d_v, gate[0], d_beta, d_state, *gate[1:]]
 
 
-def _gate(given: Inputs, d_g: Any, d_rate: Any, d_bias: Any) -> list[Tensor | None]:
-    """Gradients of g, A_log and dt_bias from what `chunk_back` left."""
-    if given.g is None or d_g is None:
+def _of_keys(given: Inputs) -> list[Tensor]:
+    """Memory for the gradients of q and k, for every value head."""
+    shape, shared = (*given.v.shape[:3], given.q.shape[3]), given.v.shape[2] > given.q.shape[2]
+    return [given.v.new_empty(shape, dtype=torch.float32 if shared else x.dtype) for x in (given.q, given.k)]
+
+
+def _vector(given: Inputs, ready: Prepared, along: Tensor) -> list[Tensor | None]:
+    """Gradients of q, k, g, A_log and dt_bias from what `states_back` and `pairs_back` left in `ready`."""
+    q, k, g, rate, bias = given.q, given.k, given.g, given.a_log, given.bias
+    slots, heads, key_dim = given.slots, given.v.shape[2], q.shape[3]
+    options, sizes, form = config(given, "chunk_back"), given.sizes(), given.form()
+    blocks = given.padded // options["SPAN"]
+    d_q, d_k = _of_keys(given)
+    assert g is not None
+    d_g = torch.empty_like(g, memory_format=torch.contiguous_format)
+    d_bias = None if bias is None else g.new_empty(slots, heads, key_dim, dtype=torch.float32)
+    d_rate = None if rate is None else g.new_empty(slots, heads, blocks, dtype=torch.float32)
+    del form["LOGIT"]
+    chunk_back_vector[(blocks, heads, slots)](
+        q, k, g, rate, bias, ready.total, ready.q_down, ready.k_down, ready.k_up, ready.keep, ready.rows, ready.reads,
+        ready.solve, along, d_q, d_k, d_g, d_bias, d_rate, given.sums(), given.table()[0],
+        q.shape[1], given.chunks, _stride(q), _stride(k), _stride(g), given.bound or 0.0,
+        **sizes, **form, MILD=given.mild, **options,
+    )  # fmt: skip
+    d_rate = None if rate is None or d_rate is None else d_rate.sum((0, 2)).to(rate.dtype)
+    d_bias = None if bias is None or d_bias is None else d_bias.sum(0).flatten().to(bias.dtype)
+    return [d_q, d_k, d_g, d_rate, d_bias]
+
+
+def _scalar(
+    given: Inputs, ready: Prepared, total: Tensor | None, through: tuple[Tensor | None, ...], along: Tensor
+) -> list[Tensor | None]:
+    """Gradients of q, k, g, A_log and dt_bias from what `pairs_back` left in `ready` and from d_o, U, Y, S and D."""
+    q, k, v, g = given[:4]
+    options = config(given, "chunk_back")
+    blocks = given.padded // options["BK"]
+    d_q, d_k = _of_keys(given)
+    d_log = None if g is None else g.new_empty(blocks, *g.shape, dtype=torch.float32)
+    chunk_back_scalar[(blocks, v.shape[2], given.slots)](
+        q, k, v, total, *through, ready.rows, ready.reads, ready.solve, along, d_q, d_k, d_log, given.table()[0],
+        q.shape[1], given.chunks, q.shape[0] * q.shape[1], _stride(q), _stride(k), _stride(v), given.scale,
+        **given.sizes(), V=v.shape[3], GATED=g is not None, NORM=given.norm, ERASE=given.erase, **options,
+    )  # fmt: skip
+    return [d_q, d_k, *_gate(given, d_log)]
+
+
+def _gate(given: Inputs, d_log: Tensor | None) -> list[Tensor | None]:
+    """Gradients of a scalar gate's g, A_log and dt_bias from those of the log decay, in parts by blocks of channels."""
+    if given.g is None or d_log is None:
         return [None, None, None]
-    if given.vector:
-        d_rate = None if given.a_log is None else d_rate.sum((0, 2)).to(given.a_log.dtype)
-        return [d_g, d_rate, None if given.bias is None else d_bias.sum(0).flatten().to(given.bias.dtype)]
-    d_log = d_g.sum(0)
+    d_log = d_log.sum(0)
     if given.a_log is None:
         return [d_log.to(given.g.dtype), None, None]
     z, rate = given.g.float() + (0 if given.bias is None else given.bias.float()), given.a_log.float().exp()
