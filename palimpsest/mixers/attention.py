@@ -9,10 +9,13 @@ Options: grouped key/value heads, rotary positions, RMSNorm on q and k per head,
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from palimpsest import ops
 from palimpsest.config import ModelConfig
@@ -142,13 +145,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...], scale: float
     # The fused kernels want one head size; zero channels behind v change nothing and are cheaper than the plain path.
     if channels < q.shape[3]:
         v = F.pad(v, (0, q.shape[3] - channels))
-    o = F.scaled_dot_product_attention(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    grouped = q.shape[2] != k.shape[2]
+    with _kernels(q):
+        o = F.scaled_dot_product_attention(*turned, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
     return o.transpose(1, 2)[..., :channels]
+
+
+def _kernels(q: Tensor) -> AbstractContextManager[Any]:
+    """Which of torch's kernels may serve: cuDNN's plans are made anew for every number of rows, some 20 ms at every token."""
+    if q.shape[1] > 1 or not q.is_cuda:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
