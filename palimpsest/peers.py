@@ -35,16 +35,19 @@ def medians(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float
 
     Not in turns: a run that takes and returns gigabytes leaves the next one without warm pages.
     """
-    table: dict[str, dict[str, float]] = {}
-    for name, run in runs.items():
-        times = []
-        for _ in range(repeats + 1):
+    return {name: turns({name: run}, repeats)[name] for name, run in runs.items()}
+
+
+def turns(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float]]:
+    """The same with one run after the other, round by round: what slows the machine for a while slows all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
             began = time.perf_counter()
             run()
-            times.append((time.perf_counter() - began) * 1e3)
-        counted = sorted(times[1:])
-        table[name] = {"ms": counted[len(counted) // 2], "least": counted[0], "most": counted[-1]}
-    return table
+            times[name].append((time.perf_counter() - began) * 1e3)
+    counted = {name: sorted(each[1:]) for name, each in times.items()}
+    return {name: {"ms": each[len(each) // 2], "least": each[0], "most": each[-1]} for name, each in counted.items()}
 
 
 def cpu(peers: bool, say: Callable[[str], None]) -> list[Row]:
@@ -222,15 +225,18 @@ def decode(has_transformers: bool) -> list[Row]:
         elif dtype == "bf16":
             model.to(torch.bfloat16)
         state = model(ids).state
-        runs: dict[str, Run] = {"decode": lambda m=model, i=ids, s=state: _our_decode(m, i, s)}
+        runs: dict[str, Run] = {}
+        steps: dict[str, Run] = {"decode": lambda m=model, i=ids, s=state: _our_decode(m, i, s)}
         if dtype == "f32":
             runs["prefill"] = lambda m=model, i=long: m.logits(m.hidden(i)[0][:, -1:])
         if has_transformers and dtype == "f32":
             other = _their_model(model)
             cache = other(ids, use_cache=True)
-            runs["transformers decode"] = lambda m=other, i=ids, c=cache: _their_decode(m, i, c)
+            steps["transformers decode"] = lambda m=other, i=ids, c=cache: _their_decode(m, i, c)
             runs["transformers prefill"] = lambda m=other, i=long: m(i, use_cache=True, logits_to_keep=1)
-        times = medians({**runs, **theirs})
+        if "llama.cpp decode" in theirs:
+            steps["llama.cpp decode"] = theirs.pop("llama.cpp decode")
+        times = {**turns(steps), **medians({**runs, **theirs})}
         figures = {"decode tokens/s": STEPS * 1e3 / times["decode"]["ms"]}
         if "prefill" in times:
             figures["prefill tokens/s"] = LONG[preset] * 1e3 / times["prefill"]["ms"]
