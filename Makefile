@@ -18,7 +18,7 @@ help:
 	@echo "make kernels the GPU kernels' arithmetic, in triton's interpreter, in an environment of its own (.venv-kernels)"
 	@echo "make agreement  measure the differences to all oracles and write them into README.md"
 	@echo "make figures  put the recorded runs of \`benchmark serve\` into docs/serving.md"
-	@echo "make sabotage  break the code on purpose, one fault at a time, and see that the tests notice each"
+	@echo "make sabotage  break the code on purpose, one fault at a time, and see that the tests notice each (PART=1/3: a third)"
 	@echo "make format  rewrite the code to the project's format"
 	@echo "make clean   remove .venv and caches; runs/ stays"
 
@@ -71,7 +71,7 @@ figures: .venv/.dev-installed
 	$(BIN)/python benchmarks/serving_figures.py
 
 sabotage: .venv/.dev-installed
-	$(BIN)/python tests/sabotage/sabotage.py
+	$(BIN)/python tests/sabotage/sabotage.py $(PART)
 
 lint: .venv/.dev-installed
 	$(BIN)/ruff check

@@ -50,7 +50,8 @@ class Llama:
     def context(self, threads: int = 2, tokens: int = 1024) -> Any:
         """A sequence's memory, for `step`; `lib.llama_free` gives it back."""
         settings = self.lib.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = settings.n_ubatch = tokens
+        settings.n_ctx = settings.n_batch = tokens
+        settings.n_ubatch = min(tokens, 512)  # at a time, as by itself
         settings.n_threads = settings.n_threads_batch = threads
         settings.type_k = settings.type_v = settings.flash_attn_type = 0  # float32 rows, plain attention
         return self.lib.llama_init_from_model(self.model, settings)

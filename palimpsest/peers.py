@@ -35,16 +35,19 @@ def medians(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float
 
     Not in turns: a run that takes and returns gigabytes leaves the next one without warm pages.
     """
-    table: dict[str, dict[str, float]] = {}
-    for name, run in runs.items():
-        times = []
-        for _ in range(repeats + 1):
+    return {name: turns({name: run}, repeats)[name] for name, run in runs.items()}
+
+
+def turns(runs: dict[str, Run], repeats: int = 7) -> dict[str, dict[str, float]]:
+    """The same with one run after the other, round by round: what slows the machine for a while slows all of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats + 1):
+        for name, run in runs.items():
             began = time.perf_counter()
             run()
-            times.append((time.perf_counter() - began) * 1e3)
-        counted = sorted(times[1:])
-        table[name] = {"ms": counted[len(counted) // 2], "least": counted[0], "most": counted[-1]}
-    return table
+            times[name].append((time.perf_counter() - began) * 1e3)
+    counted = {name: sorted(each[1:]) for name, each in times.items()}
+    return {name: {"ms": each[len(each) // 2], "least": each[0], "most": each[-1]} for name, each in counted.items()}
 
 
 def cpu(peers: bool, say: Callable[[str], None]) -> list[Row]:
@@ -202,36 +205,41 @@ def long_sequence(has_transformers: bool) -> list[Row]:
 
 
 PROMPT, STEPS = 512, 32  # tokens
+LONG = {"gpt2-124m": 512, "kimi-linear-65m": 2048}  # tokens of the prefill that is timed
 
 
 @torch.inference_mode()
 def decode(has_transformers: bool) -> list[Row]:
-    """Whole models in three number formats: a prompt of 512 tokens, then 32 tokens one by one. Prompts in float32 only."""
+    """Whole models in three number formats: 32 tokens one by one behind a prompt of 512. Prefill in float32 only."""
     rows = []
     for preset, dtype in itertools.product(("gpt2-124m", "kimi-linear-65m"), ("f32", "bf16", "q8_0")):
         torch.manual_seed(0)
         model = Model(ModelConfig.preset(preset)).eval()
-        ids = torch.randint(model.config.vocab_size, (1, PROMPT))
+        long = torch.randint(model.config.vocab_size, (1, LONG[preset]))
+        ids = long[:, :PROMPT]
         theirs: dict[str, Run] = {}
         if has_transformers and llama_cpp.is_installed():
-            theirs = _their_llama(model, dtype, ids)
+            theirs = _their_llama(model, dtype, long)
         if dtype == "q8_0":
             pack(model)
         elif dtype == "bf16":
             model.to(torch.bfloat16)
         state = model(ids).state
-        runs: dict[str, Run] = {"decode": lambda m=model, i=ids, s=state: _our_decode(m, i, s)}
+        runs: dict[str, Run] = {}
+        steps: dict[str, Run] = {"decode": lambda m=model, i=ids, s=state: _our_decode(m, i, s)}
         if dtype == "f32":
-            runs["prefill"] = lambda m=model, i=ids: m.logits(m.hidden(i)[0][:, -1:])
+            runs["prefill"] = lambda m=model, i=long: m.logits(m.hidden(i)[0][:, -1:])
         if has_transformers and dtype == "f32":
             other = _their_model(model)
             cache = other(ids, use_cache=True)
-            runs["transformers decode"] = lambda m=other, i=ids, c=cache: _their_decode(m, i, c)
-            runs["transformers prefill"] = lambda m=other, i=ids: m(i, use_cache=True, logits_to_keep=1)
-        times = medians({**runs, **theirs})
+            steps["transformers decode"] = lambda m=other, i=ids, c=cache: _their_decode(m, i, c)
+            runs["transformers prefill"] = lambda m=other, i=long: m(i, use_cache=True, logits_to_keep=1)
+        if "llama.cpp decode" in theirs:
+            steps["llama.cpp decode"] = theirs.pop("llama.cpp decode")
+        times = {**turns(steps), **medians({**runs, **theirs})}
         figures = {"decode tokens/s": STEPS * 1e3 / times["decode"]["ms"]}
         if "prefill" in times:
-            figures["prefill tokens/s"] = PROMPT * 1e3 / times["prefill"]["ms"]
+            figures["prefill tokens/s"] = LONG[preset] * 1e3 / times["prefill"]["ms"]
         for name in times:
             other_name, _, part = name.rpartition(" ")
             if other_name and part in times:
@@ -254,7 +262,7 @@ def _their_llama(model: Model, dtype: str, ids: Tensor) -> dict[str, Run]:
     threads, prompt = torch.get_num_threads(), ids[0].tolist()
 
     def prefill(length: int) -> Any:
-        context = llama.context(threads)
+        context = llama.context(threads, max(1024, length))
         llama.step(context, prompt[:length], 0, every=False)
         return context
 
@@ -268,7 +276,7 @@ def _their_llama(model: Model, dtype: str, ids: Tensor) -> dict[str, Run]:
 
     runs: dict[str, Run] = {"llama.cpp decode": draw}
     if dtype == "f32":
-        runs["llama.cpp prefill"] = lambda: llama.lib.llama_free(prefill(PROMPT))
+        runs["llama.cpp prefill"] = lambda: llama.lib.llama_free(prefill(len(prompt)))
     return runs
 
 

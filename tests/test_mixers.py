@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import palimpsest as pal
 from palimpsest import mixers
-from palimpsest.mixers import GatedDeltaNet
+from palimpsest.mixers import GatedDeltaNet, attention
 from palimpsest.mixers.attention import rotate
 from palimpsest.state import Segments
 from tests.conftest import relative
@@ -334,3 +334,21 @@ def test_decay_is_float32_under_a_bfloat16_default() -> None:
             assert values.unique().numel() > values.numel() / 2, "drawn with float32's steps"
     finally:
         torch.set_default_dtype(before)
+
+
+def test_one_query_on_a_gpu_leaves_cudnn_out() -> None:
+    """Its plans are made anew for every number of rows."""
+
+    class OnGpu:
+        is_cuda = True
+
+        def __init__(self, *shape: int) -> None:
+            self.shape = shape
+
+    allowed = torch.backends.cuda.cudnn_sdp_enabled
+    before = allowed()
+    with attention._kernels(OnGpu(1, 1, 2, 8)):  # type: ignore[arg-type]
+        assert not allowed() and torch.backends.cuda.flash_sdp_enabled()
+    assert allowed() == before
+    with attention._kernels(OnGpu(1, 7, 2, 8)):  # type: ignore[arg-type]
+        assert allowed() == before

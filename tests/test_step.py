@@ -136,6 +136,19 @@ def test_states_stay_values(preset: str, monkeypatch: pytest.MonkeyPatch) -> Non
             assert relative(after.logits, model(ids[:, 11:], expected.state).logits) < 1e-5
 
 
+@pytest.mark.parametrize("preset", TINY)
+@torch.no_grad()
+def test_without_the_library_a_step_is_the_modules(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(preset)
+    ids = make_ids(model, 2, 9)
+    found = model(ids[:, 8:], model(ids[:, :8]).state).logits
+    monkeypatch.setattr("palimpsest.ops.cpu.library", lambda: (None, "there is none"))
+    expected = model(ids[:, 8:], model(ids[:, :8]).state).logits
+    assert relative(found, expected) < 1e-5
+    whole = model(ids).logits
+    assert relative(expected, whole[:, 8:]) < 1e-5
+
+
 @pytest.mark.parametrize("preset", ["gpt2-tiny", "qwen3-next-tiny", "kimi-linear-tiny", "hybrid-latent-moe-tiny"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()

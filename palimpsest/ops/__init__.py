@@ -327,7 +327,7 @@ def _run(
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     if name == "cpu" and not in_graph and not learns:
         o, final = cpu.fused(q, k, v, g, beta, state, lengths, factor, qk_l2norm, beta_is_logit, gate)
-        return o.to(out_dtype), final
+        return o if o.dtype is out_dtype else o.to(out_dtype), final
     if name == "triton" and not in_graph and q.shape[1] and q.shape[0]:
         from palimpsest.ops import triton
 

@@ -257,20 +257,27 @@ def _forward(
     form: Form,
     keep: tuple[Tensor, list[int]] | None,
 ) -> tuple[Tensor, Tensor, list[int]]:
-    batch, tokens = q.shape[:2]
+    # A step of one token takes a few microseconds, of which every look at a tensor is a large part.
+    (batch, tokens, heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
     bounds = [tokens * row for row in range(batch + 1)] if lengths is None else [0, *itertools.accumulate(lengths)]
     count = len(bounds) - 1
-    shape = (count, v.shape[2], q.shape[3], v.shape[3])
-    state = v.new_zeros(shape) if state is None else _ready(state)
-    o, final = torch.empty_like(v), v.new_empty(shape)
-    form.stream = final.nbytes > STREAM_BYTES and final.data_ptr() % 64 == 0
+    state = v.new_zeros(count, value_heads, key_dim, value_dim) if state is None else _ready(state)
+    o, final = torch.empty_like(v), torch.empty_like(state)
+    form.stream = 4 * count * value_heads * key_dim * value_dim > STREAM_BYTES and final.data_ptr() % 64 == 0
     held, tiles = (None, None) if keep is None else (keep[0], (ctypes.c_int64 * (count + 1))(*keep[1]))
-    loaded, _ = library()
-    work = tokens * batch * v.shape[2] * q.shape[3] * v.shape[3]
-    loaded.palimpsest_forward(
-        ctypes.byref(_shape(q, v)),
+    work = tokens * batch * value_heads * key_dim * value_dim
+    library()[0].palimpsest_forward(
+        ctypes.byref(_Shape(batch, tokens, heads, value_heads, key_dim, value_dim)),
         ctypes.byref(form),
-        *(_pointer(x) for x in (q, k, v, g, beta, state, o, final, held)),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        _pointer(g),
+        _pointer(beta),
+        state.data_ptr(),
+        o.data_ptr(),
+        final.data_ptr(),
+        _pointer(held),
         tiles,
         (ctypes.c_int64 * (count + 1))(*bounds),
         count,

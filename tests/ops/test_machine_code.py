@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 SHARED_BYTES = 232_448  # of one program on compute capability 9.0
 
 
-def launches(op: str, key_dim: int, value_dim: int, heads: int, dtype: torch.dtype, monkeypatch: Any) -> list[Any]:
+def launches(
+    op: str, key_dim: int, value_dim: int, heads: int, dtype: torch.dtype, monkeypatch: Any, bound: float | None = -5.0
+) -> list[Any]:
     """What a forward and a backward pass launch, with arguments."""
     from palimpsest.ops.triton import autograd, launch
 
@@ -42,7 +44,7 @@ def launches(op: str, key_dim: int, value_dim: int, heads: int, dtype: torch.dty
     g = None if not gated else torch.empty_like(q) if op == "kda" else torch.empty_like(q[..., 0])
     gate = (torch.empty(heads), torch.empty(heads * (key_dim if op == "kda" else 1))) if gated else (None, None)
     fields = (q, q, v, g, torch.empty_like(q[..., 0]) if erases else None, torch.empty(1, heads, key_dim, value_dim), *gate)
-    given = launch.Inputs(*fields, None, 0.1, -5.0 if op == "kda" else None, erases, erases, 0)  # type: ignore
+    given = launch.Inputs(*fields, None, 0.1, bound if op == "kda" else None, erases, erases, 0)  # type: ignore
     launch.few(given, *launch.results(given))
     autograd.gradients(given, *launch.results(given))
     return found
@@ -54,9 +56,17 @@ def test_half_precision(op: str, heads: int, monkeypatch: pytest.MonkeyPatch) ->
     check(launches(op, 128, 128, heads, torch.bfloat16, monkeypatch))
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(32, 32), (64, 32), (64, 64), (96, 64), (128, 32), (256, 32), (256, 256)])
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim"),
+    [(16, 16), (16, 64), (32, 32), (64, 32), (64, 64), (96, 64), (128, 32), (256, 32), (256, 256)],
+)
 def test_other_sizes(key_dim: int, value_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(launches("kda", key_dim, value_dim, 256, torch.bfloat16, monkeypatch))
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
+def test_unbounded_decay(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(launches("kda", size, size, 64, torch.bfloat16, monkeypatch, bound=None))
 
 
 def test_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:

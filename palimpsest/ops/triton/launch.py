@@ -348,10 +348,12 @@ def config(given: Inputs, kernel: str, sequences: int | None = None) -> dict[str
         tile = {"BK": min(width, given.padded), "BV": max(16, min(width, value_dim))}
         return {**tile, "num_warps": 4, "num_stages": 2 if timed else 1}
     if kernel == "chunk_back" and given.vector:
-        if timed and given.mild:  # other decays spill two to three times as much
-            return {"BK": 32, "SPAN": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
+        if timed:  # at 32 channels decays that are not mild spill two to three times as much
+            return {"BK": 32 if given.mild else 16, "SPAN": 128, "num_warps": 4, "num_stages": 1, "maxnreg": 255}
         # Float32 products take three times the shared memory: a program of their own for every block of channels.
         few = {"BK": 16, "SPAN": 16, "num_warps": 4, "num_stages": 1}
+        if given.half and given.padded == 16:  # one block of 16 channels: with four warps the fault of ptxas told of below
+            return few | {"num_warps": 2}
         return few | {"SPAN": given.padded, "maxnreg": 168} if given.half else few
     if kernel == "states_back" and timed:
         return {"BK": 64, "BV": 32, "num_warps": 4, "num_stages": 3}
