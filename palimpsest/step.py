@@ -79,7 +79,7 @@ class Sight:
         self._hooks = [each[kind] for each in inside for kind in ("_forward_hooks", "_forward_pre_hooks")]
         self._hooked = any(self._hooks)
         interests = [(each, name) for each in inside for name in INTERESTS if name in each]
-        self._absent = [[(each, name)[part] for each in inside for name in INTERESTS if name not in each] for part in (0, 1)]
+        self._absent = list(zip(*((each, name) for each in inside for name in INTERESTS if name not in each), strict=True))
         parts = [(table, name) for each in inside for table in (each["_parameters"], each["_modules"]) for name in table]
         self._tables, self._names = zip(*interests, *parts, strict=True)
         self._values = [table[name] for table, name in (*interests, *parts)]

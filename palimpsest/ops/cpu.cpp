@@ -574,22 +574,20 @@ void palimpsest_few(const void *weight, const uint16_t *scale, const void *x, vo
 void palimpsest_attend(const Query *query, const Cache *cache, const void *q, const int64_t *lengths, void *o, int32_t threads) {
     const Query &a = *query;
     Parts parts(a, lengths, 0);
-    int64_t count = a.batch * a.heads * a.key_dim;
-    Floats copy(a.is_half ? count : 0), out(a.batch * a.heads * a.value_dim);
-    for (int64_t i = 0; a.is_half && i < count; ++i) copy[i] = widened(((const uint16_t *)q)[i]);
+    int64_t queries = a.batch * a.heads * a.key_dim, results = a.batch * a.heads * a.value_dim;
+    Floats copy(a.is_half ? queries : 0), sums(a.is_half ? results : 0);
+    for (int64_t i = 0; a.is_half && i < queries; ++i) copy[i] = widened(((const uint16_t *)q)[i]);
+    float *out = a.is_half ? sums : (float *)o;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         FlushSubnormals flush;
         if (a.is_half) attend_parts<uint16_t>(a, *cache, parts, copy);
         else attend_parts<float>(a, *cache, parts, (const float *)q);
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < a.batch * a.heads; ++item) {
-            float *own = out + item * a.value_dim;
-            join_parts(a, parts, item / a.heads, item % a.heads, own);
-            for (int64_t i = item * a.value_dim; i < (item + 1) * a.value_dim; ++i)
-                a.is_half ? narrow(out[i], (uint16_t *)o + i) : narrow(out[i], (float *)o + i);
-        }
+        for (int64_t item = 0; item < a.batch * a.heads; ++item)
+            join_parts(a, parts, item / a.heads, item % a.heads, out + item * a.value_dim);
     }
+    for (int64_t i = 0; a.is_half && i < results; ++i) narrow(out[i], (uint16_t *)o + i);
 }
 
 // y [n, columns] = x / sqrt(mean(x^2) + eps) * weight, row by row.

@@ -325,8 +325,8 @@ INLINE void attend_parts(const Query &a, const Cache &c, const Parts &parts, con
         int64_t b = 0;
         while (parts.first[b + 1] <= part) ++b;
         int64_t each = Parts::size(parts.lengths[b]), start = (part - parts.first[b]) * each, left = parts.lengths[b] - start;
-        attend_part<Number>(a, c, q + b * a.heads * a.key_dim, b, start, left < each ? left : each, parts.row, (vec *)products.data, scores,
-                            parts.found + part * a.heads * parts.row);
+        attend_part<Number>(a, c, q + b * a.heads * a.key_dim, b, start, left < each ? left : each, parts.row,
+                            (vec *)products.data, scores, parts.found + part * a.heads * parts.row);
     }
 }
 
