@@ -344,11 +344,11 @@ def fixed(kind: str) -> dict[str, float]:
         config = ModelConfig.preset(preset, **changes)
         few, many = (work_of(_tiny(config, mixer, mlp, layers), kind, ids) for layers in (SHALLOW, DEEP))
         pairs = [(timed(few, 1), timed(many, 1)) for _ in range(15)]  # in turn: what slows the machine slows both
-        layer = statistics.median(slow - fast for fast, slow in pairs) / (DEEP - SHALLOW)
+        layer = max(statistics.median(slow - fast for fast, slow in pairs) / (DEEP - SHALLOW), 0.0)
         forms = form_of_mixer(config, mixer), form_of_mlp(config, mlp)
         (new,) = [form for form in forms if form not in found]
         found[new] = layer - sum(found[form] for form in forms if form != new)
-        found.setdefault("pass", statistics.median(fast for fast, _ in pairs) - SHALLOW * layer)
+        found.setdefault("pass", max(statistics.median(fast for fast, _ in pairs) - SHALLOW * layer, 0.0))
     found["source"] = _source(kind)
     return found
 

@@ -226,6 +226,16 @@ def test_decoding_is_timed_from_token_to_token(monkeypatch: pytest.MonkeyPatch) 
     assert lengths == [(5, 5), (6, 6), (7, 7)]
 
 
+def test_calls_never_take_less_than_no_time() -> None:
+    """Beside other work a calibration may find an MLP cheaper than SwiGLU by more than its whole layer takes."""
+    config = pal.ModelConfig.preset("gpt2-tiny")
+    costs = {"pass": 1e-4, "attention": 1e-3, "gelu": -3e-3}
+    assert times.fixed_seconds(config, rates(fixed_s={"decode": costs}), "decode") == 0.0
+    costs["gelu"] = -5e-4
+    expected = 1e-4 + config.num_hidden_layers * 5e-4
+    assert times.fixed_seconds(config, rates(fixed_s={"decode": costs}), "decode") == pytest.approx(expected)
+
+
 @pytest.mark.slow
 def test_this_machine_can_be_calibrated_and_planned(tmp_path: Path) -> None:
     found = calibration.calibrate(torch.device("cpu"))
