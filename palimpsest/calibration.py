@@ -12,17 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from palimpsest import ops, residuals
 from palimpsest.benchmark import machine, median_seconds
 from palimpsest.config import ModelConfig, TrainConfig
 from palimpsest.gradients import backward
-from palimpsest.linear import RMSNorm
 from palimpsest.mixers import MLA
 from palimpsest.mixers.attention import causal_attention
-from palimpsest.model import Block, Model
+from palimpsest.model import Block, Model, norm_of
 from palimpsest.moe import Experts
 from palimpsest.ops.linear import FEW
 from palimpsest.optim import make_optimizer
@@ -291,7 +290,7 @@ def elementwise() -> float:
 def elementwise_training(kind: str) -> float:
     """Bytes a second of a norm of this kind, an activation and a sum, forward and backward, counted as plans count them."""
     config = ModelConfig.preset("gpt2-tiny" if kind == "layer" else "kda-tiny", hidden_size=768)
-    layer = (nn.LayerNorm if kind == "layer" else RMSNorm)(768)
+    layer = norm_of(config)
     x, rows = torch.randn(copies(), 1024, 768, requires_grad=True), copies() * 1024
     kept = (norm(config) + Kept(768)).num_bytes("f32" if x.dtype == torch.float32 else "bf16")
 
@@ -344,11 +343,11 @@ def fixed(kind: str) -> dict[str, float]:
         config = ModelConfig.preset(preset, **changes)
         few, many = (work_of(_tiny(config, mixer, mlp, layers), kind, ids) for layers in (SHALLOW, DEEP))
         pairs = [(timed(few, 1), timed(many, 1)) for _ in range(15)]  # in turn: what slows the machine slows both
-        layer = max(statistics.median(slow - fast for fast, slow in pairs) / (DEEP - SHALLOW), 0.0)
+        layer = statistics.median(slow - fast for fast, slow in pairs) / (DEEP - SHALLOW)
         forms = form_of_mixer(config, mixer), form_of_mlp(config, mlp)
         (new,) = [form for form in forms if form not in found]
         found[new] = layer - sum(found[form] for form in forms if form != new)
-        found.setdefault("pass", max(statistics.median(fast for fast, _ in pairs) - SHALLOW * layer, 0.0))
+        found.setdefault("pass", statistics.median(fast for fast, _ in pairs) - SHALLOW * layer)
     found["source"] = _source(kind)
     return found
 

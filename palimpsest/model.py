@@ -49,9 +49,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.index = index
-        self.mixer_norm = _norm(config, feeds_maps=True)
+        self.mixer_norm = norm_of(config, feeds_maps=True)
         self.mixer = mixers.build(config.mixers[index], config)
-        self.mlp_norm = _norm(config, feeds_maps=config.mlps[index] != "moe")  # a router's scores are of float32
+        self.mlp_norm = norm_of(config, feeds_maps=config.mlps[index] != "moe")  # a router's scores are of float32
         self.mlp = mlps.build(config.mlps[index], config)
         attends = config.residual != "sum"
         self.mixer_residual = Site(config) if attends else None
@@ -100,7 +100,7 @@ class Model(nn.Module):
         )
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
         self.output_residual = Site(config) if config.residual != "sum" else None
-        self.norm = _norm(config)
+        self.norm = norm_of(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -358,7 +358,8 @@ def _count(module: nn.Module) -> int:
     return on_disk + sum(2 * size if name.endswith("_packed") else size for name, size in sizes.items())
 
 
-def _norm(config: ModelConfig, feeds_maps: bool = False) -> nn.Module:
+def norm_of(config: ModelConfig, feeds_maps: bool = False) -> nn.Module:
+    """The norm of a configuration over its width; `feeds_maps`: only linear maps read the result."""
     if config.norm == "layer":
         return nn.LayerNorm(config.hidden_size, config.rms_norm_eps)
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

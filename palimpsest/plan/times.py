@@ -192,8 +192,8 @@ def forms(c: ModelConfig) -> Counter[str]:
 def fixed_seconds(c: ModelConfig, rates: dict[str, Any], work: str) -> float:
     """Seconds of a pass that no size explains: calls, one after the other. `work`: decode, prefill, or training (forward and
     backward of a micro-batch), which go different ways through the same layers."""
-    # MLPs are told by what they take more or less than SwiGLU: where a disturbed calibration has that below zero for the whole
-    # model, a pass would otherwise take less time than its work, or none.
+    # Each is a difference of measurements. Where a disturbed calibration has them below zero for the whole model, a pass would
+    # otherwise take less time than its work, or none.
     return max(sum(count * rates["fixed_s"][work][form] for form, count in forms(c).items() if count), 0.0)
 
 
