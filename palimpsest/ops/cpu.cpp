@@ -476,12 +476,14 @@ struct FlushSubnormals {
 };
 
 
+#include "cpu_product.h"
 #include "cpu_layer.h"
 
 }  // namespace
 
 extern "C" {
 
+void palimpsest_many(int64_t x) { MANY = x; }
 int64_t palimpsest_tile() { return TILE; }
 
 // bounds [documents + 1]: rows of each document in [0, B*T]; state, final [documents, HV, K, V]; tiles [documents + 1]: where
