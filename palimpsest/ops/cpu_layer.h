@@ -65,24 +65,12 @@ void normalise(const Norm &norm, const Numbers &x, float *y, int64_t n, int64_t 
     }
 }
 
-// The same for rows >= LANES: as many rows of weights at a time are widened and meet all of x.
-INLINE void many(const Map &m, const float *x, float *y, int64_t n) {
-    Floats room(LANES * m.columns);
-#pragma omp for schedule(static) nowait
-    for (int64_t at = 0; at < m.rows; at += LANES) {
-        int64_t row = at + LANES < m.rows ? at : m.rows - LANES, t = 0, c = m.columns;
-        const float *w = widened_rows(m.kind, m.weight, m.scale, row * c, c, room);
-        for (; t + TOKENS <= n; t += TOKENS)
-            for (int r = 0; r < LANES; r += SIDE) tile_of<TOKENS>(w + r * c, x + t * c, y + t * m.rows + row + r, c, m.rows);
-        for (; t < n; ++t)
-            for (int r = 0; r < LANES; r += SIDE) tile_of<1>(w + r * c, x + t * c, y + t * m.rows + row + r, c, m.rows);
-    }
-}
+const int64_t FEW = 16;  // rows of x that read the weights again for every four of them at no loss; a step has no more
 
 // y [n, rows] = x [n, columns] W^T + bias. Called by all threads, which share the rows; none waits at the end.
 __attribute__((noinline)) void product(const Map &m, const float *x, float *y, int64_t n) {
     if (!m.weight || n == 0) return;
-    if (n > MANY && m.rows >= LANES) return many(m, x, y, n);
+    if (n > FEW && m.rows >= LANES && !m.bias) return many_rows(m.kind, m.weight, m.scale, x, y, n, m.rows, m.columns);
     // A row and the one half a matrix behind it: two streams, each long enough that the processor reads ahead in it.
     int64_t half = (m.rows + 1) / 2;
     Numbers bias = {m.bias, m.bias_is_half};
