@@ -17,18 +17,18 @@ from palimpsest.ops import cpu
 
 GROUP = 32  # columns under one scale
 FEW = 16  # rows of x up to which reading the weights again for every four of them costs little
-# Rows up to which the compiled product is no slower than torch's, by the types of x and weight (docs/decisions.md, 26).
+# Rows up to which the compiled product was faster than torch or level with it, by the types of x and weight.
 MOST = {
     (torch.float32, torch.float32): 32,
     (torch.bfloat16, torch.bfloat16): FEW,
     (torch.float32, torch.int8): 512,
-    (torch.bfloat16, torch.int8): 48,
+    (torch.bfloat16, torch.int8): 32,
 }
 TILE = 1 << 19  # weights that are widened at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W^T + bias: torch's, but few rows of x (MOST) meet the compiled product where there is one and no gradient is wanted.
+    """y = x W^T + bias: torch's, but up to MOST rows of x meet the compiled product if there is one and no gradient is wanted.
 
     x [...,in], weight [out,in] -> [...,out] in x's dtype; products are summed in float32.
     """
