@@ -56,7 +56,7 @@ def test_many_rows_of_eight_bits(shape: tuple[int, int]) -> None:
 @pytest.mark.skipif(ops.cpu.library()[0] is None, reason="the compiled backend is not here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_of_any_weights(dtype: torch.dtype) -> None:
-    """Also with more rows than `linear` gives the compiled product: bit for bit those of the few, rows and columns left over."""
+    """Also with more rows than `linear` gives the compiled product: bit for bit those of the few, ends left over too."""
     torch.manual_seed(0)
     x, weight = torch.randn(45, 83, dtype=dtype), torch.randn(37, 83).to(dtype)
     few = torch.cat([ops.cpu.few_matmul(part, weight) for part in x.split(9)])
