@@ -109,9 +109,9 @@ INLINE float total(vec x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)x);
 #else
-    float sum = 0;
-    for (int l = 0; l < LANES; ++l) sum += x[l];
-    return sum;
+    for (int d = LANES / 2; d > 0; d /= 2)  // the order of AVX-512's own and of `sums`
+        for (int l = 0; l < d; ++l) x[l] += x[l + d];
+    return x[0];
 #endif
 }
 
@@ -311,12 +311,9 @@ void forward_head(const Shape &s, const Form &f, const float *q, const float *k,
 // The sums of LANES vectors, one to a lane: halves are added while they are exchanged, log2(LANES) times.
 INLINE vec sums(vec *x) {
 #if defined(__clang__)
-    vec total;
-    for (int i = 0; i < LANES; ++i) {
-        total[i] = 0;
-        for (int j = 0; j < LANES; ++j) total[i] += x[i][j];
-    }
-    return total;
+    vec all_of_them;
+    for (int i = 0; i < LANES; ++i) all_of_them[i] = total(x[i]);
+    return all_of_them;
 #else
 #pragma GCC unroll 8
     for (int d = LANES / 2; d > 0; d /= 2) {
@@ -476,6 +473,7 @@ struct FlushSubnormals {
 };
 
 
+#include "cpu_product.h"
 #include "cpu_layer.h"
 
 }  // namespace

@@ -65,9 +65,12 @@ void normalise(const Norm &norm, const Numbers &x, float *y, int64_t n, int64_t 
     }
 }
 
+const int64_t FEW = 16;  // rows of x that read the weights again for every four of them at no loss; a step has no more
+
 // y [n, rows] = x [n, columns] W^T + bias. Called by all threads, which share the rows; none waits at the end.
 __attribute__((noinline)) void product(const Map &m, const float *x, float *y, int64_t n) {
     if (!m.weight || n == 0) return;
+    if (n > FEW && m.rows >= LANES && !m.bias) return many_rows(m.kind, m.weight, m.scale, x, y, n, m.rows, m.columns);
     // A row and the one half a matrix behind it: two streams, each long enough that the processor reads ahead in it.
     int64_t half = (m.rows + 1) / 2;
     Numbers bias = {m.bias, m.bias_is_half};

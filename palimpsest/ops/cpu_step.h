@@ -119,28 +119,51 @@ INLINE vec wide(const uint16_t *p) { return wide_bf16(p); }
 INLINE float widened(float x) { return x; }
 INLINE float widened(uint16_t x) { return float_of((uint32_t)x << 16); }
 
+// The first `count` numbers at p, and zeros.
+template <typename Weight>
+INLINE vec wide_some(const Weight *p, int64_t count) {
+    vec x = {};
+    for (int64_t l = 0; l < count; ++l) x[l] = widened(p[l]);
+    return x;
+}
+
+// a b + c, rounded once where the processor can. Left to the compiler, some products are fused with their sums and others are not.
+INLINE vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__) && BYTES == 32
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 // y[t] = <row, x[t]> for COUNT tokens against a row of float32 or bfloat16, and y[t][ahead] against the row `ahead` rows behind it.
 template <int COUNT, typename Weight>
 INLINE void plain_rows(const Weight *row, int64_t ahead, const float *x, float *y, int64_t columns, int64_t pitch) {
     vec first[COUNT] = {}, second[COUNT] = {};
-    int64_t i = 0, next = ahead * columns;
+    int64_t i = 0, next = ahead * columns, rest = columns % LANES;
     for (; i + LANES <= columns; i += LANES) {
         vec a = wide(row + i), b = wide(row + next + i);
 #pragma GCC unroll 4
         for (int t = 0; t < COUNT; ++t) {
             vec here = load(x + t * columns + i);
-            first[t] += a * here;
-            second[t] += b * here;
+            first[t] = fused(a, here, first[t]);
+            second[t] = fused(b, here, second[t]);
+        }
+    }
+    if (rest) {
+        vec a = wide_some(row + i, rest), b = wide_some(row + next + i, rest);
+#pragma GCC unroll 4
+        for (int t = 0; t < COUNT; ++t) {
+            vec here = load_some(x + t * columns + i, rest);
+            first[t] = fused(a, here, first[t]);
+            second[t] = fused(b, here, second[t]);
         }
     }
     for (int t = 0; t < COUNT; ++t) {
-        float sum = total(first[t]), other = total(second[t]);
-        for (int64_t n = i; n < columns; ++n) {
-            sum += widened(row[n]) * x[t * columns + n];
-            other += widened(row[next + n]) * x[t * columns + n];
-        }
-        y[t * pitch + ahead] = other;
-        y[t * pitch] = sum;
+        y[t * pitch + ahead] = total(second[t]);
+        y[t * pitch] = total(first[t]);
     }
 }
 

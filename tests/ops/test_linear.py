@@ -13,7 +13,7 @@ SHAPES = [(1, 1), (5, 33), (64, 32), (33, 96), (100, 64), (257, 160)]  # out, in
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 16, 17, 31])
 def test_linear_equals_torch(shape: tuple[int, int], rows: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, shape[1]), torch.randn(shape), torch.randn(shape[0])
@@ -29,11 +29,38 @@ def test_linear_equals_torch(shape: tuple[int, int], rows: int) -> None:
 
 def test_a_row_is_the_same_alone_as_beside_others() -> None:
     torch.manual_seed(0)
-    x, weight = torch.randn(16, 96), torch.randn(70, 96)
+    x, weight = torch.randn(31, 99), torch.randn(70, 99)
     with torch.no_grad():
-        whole = ops.linear(x, weight)
         if ops.cpu.library()[0] is not None:
+            whole = ops.linear(x, weight)
             assert torch.equal(torch.cat([ops.linear(row, weight) for row in x.split(1)]), whole)
+            assert torch.equal(ops.linear(x[-16:], weight), whole[-16:])
+
+
+@pytest.mark.skipif(ops.cpu.library()[0] is None, reason="the compiled backend is not here")
+@pytest.mark.parametrize("shape", [(16, 32), (33, 96), (70, 160)])
+def test_many_rows_of_eight_bits(shape: tuple[int, int]) -> None:
+    """Above 16 rows a row is the same whatever goes beside it, and the codes are multiplied as the float32 weights they stand
+    for: bit for bit what `linear` makes of those."""
+    torch.manual_seed(0)
+    x, (code, scale) = torch.randn(150, shape[1]), ops.q8_0_encode(torch.randn(shape))
+    near = ops.q8_0_decode(code, scale)
+    with torch.no_grad():
+        whole = ops.q8_0_matmul(x, code, scale)
+        for rows in (17, 18, 19, 24, 32, 101):
+            assert torch.equal(ops.q8_0_matmul(x[-rows:], code, scale), whole[-rows:])
+        assert torch.equal(ops.linear(x[:32], near), whole[:32])
+    assert relative(whole, x.double() @ near.double().mT) < 1e-6
+
+
+@pytest.mark.skipif(ops.cpu.library()[0] is None, reason="the compiled backend is not here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_of_any_weights(dtype: torch.dtype) -> None:
+    """Also with more rows than `linear` gives the compiled product: bit for bit those of the few, ends left over too."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(45, 83, dtype=dtype), torch.randn(37, 83).to(dtype)
+    few = torch.cat([ops.cpu.few_matmul(part, weight) for part in x.split(9)])
+    assert torch.equal(ops.cpu.few_matmul(x, weight), few)
 
 
 def test_gradients_and_double_are_torchs() -> None:
@@ -50,7 +77,7 @@ def test_not_a_number_and_infinity_pass_through() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (33, 96), (7, 160)])
-@pytest.mark.parametrize("rows", [1, 3, 4, 9, 16, 40])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9, 16, 17, 40, 129, 513])
 def test_eight_bits(shape: tuple[int, int], rows: int) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(rows, shape[1]), torch.randn(shape), torch.randn(shape[0])
