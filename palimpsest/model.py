@@ -78,7 +78,7 @@ class Block(nn.Module):
 
     def _feed(self, sources: Sequence[Tensor], segments: Segments) -> Tensor:
         x = residuals.join(sources, self.mlp_residual)
-        fed = step.feed(self.mlp_step, self.mlp_norm, self.mlp, x) if step.serves(segments) else None
+        fed = step.feed(self.mlp_step, self.mlp_norm, self.mlp, x, segments) if step.serves(segments) else None
         return self.mlp(self.mlp_norm(x)) if fed is None else fed
 
 
@@ -99,6 +99,7 @@ class Model(nn.Module):
             nn.Embedding(config.max_position_embeddings, config.hidden_size) if config.position == "learned" else None
         )
         self.layers = nn.ModuleList(Block(config, index) for index in range(config.num_hidden_layers))
+        self.layers_step = step.GatheredLayers()
         self.output_residual = Site(config) if config.residual != "sum" else None
         self.norm = norm_of(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -301,10 +302,23 @@ class Model(nn.Module):
         x = self.embed_tokens(ids)
         if self.embed_positions is not None:
             x = x + self.embed_positions(segments.positions)
-        stream = residuals.start(self.config, x)
-        again = self.recompute and torch.is_grad_enabled()
-        layers = [block(stream, layer, segments, again) for block, layer in zip(self.layers, state.layers, strict=True)]
-        return self.norm(residuals.join(stream.sources(), self.output_residual)), State(layers, segments.lengths)
+        taken = self._step(x, state.layers, segments)
+        if taken is None:
+            stream = residuals.start(self.config, x)
+            again = self.recompute and torch.is_grad_enabled()
+            layers = [block(stream, layer, segments, again) for block, layer in zip(self.layers, state.layers, strict=True)]
+            taken = residuals.join(stream.sources(), self.output_residual), layers
+        return self.norm(taken[0]), State(taken[1], segments.lengths)
+
+    def _step(self, x: Tensor, states: Sequence[LayerState], segments: Segments) -> tuple[Tensor, list[LayerState]] | None:
+        """All layers in one compiled call, or None where they run by themselves."""
+        if (
+            self.output_residual is not None
+            or not step.serves(segments)
+            or any(type(each) is not Block for each in self.layers)
+        ):
+            return None
+        return step.run(self.layers_step, list(self.layers), x, states, segments)
 
     def _check_forms(self, state: State) -> None:
         for index, (layer, form) in enumerate(zip(state.layers, self._forms, strict=True)):

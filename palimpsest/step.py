@@ -1,4 +1,4 @@
-"""A decoding step by whole sublayers: on a CPU with the compiled backend, norm and sublayer are one call.
+"""A decoding step by whole sublayers: on a CPU with the compiled backend, norm and sublayer are one call, or all layers are.
 
 What a layer computes stands in mixers/, mlps.py and moe.py, and nowhere else is it to be looked up; this gives the same numbers
 for one new token of each of a few sequences when nothing but they is wanted. In float32 they differ by rounding; in bfloat16
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,16 +57,29 @@ class Gathered:
         self._found: Any = None
 
     def __reduce__(self) -> tuple[type[Gathered], tuple[()]]:
-        return Gathered, ()
+        return type(self), ()
 
-    def of(self, norm: nn.Module, layer: nn.Module, dtype: torch.dtype) -> Any:
+    def of(self, dtype: torch.dtype, *modules: nn.Module) -> Any:
         """The structure of cpu_layer.py for inputs of `dtype`, or None where the modules have to run."""
-        if self._sight is None or dtype is not self._dtype or not self._sight.holds(norm, layer):
-            self._dtype, self._sight, self._found = dtype, Sight(norm, layer), None
+        if self._sight is None or dtype is not self._dtype or not self._sight.holds(*modules):
+            self._dtype, self._sight, self._found = dtype, Sight(*modules), None
             if self._sight.is_plain:
                 with contextlib.suppress(Unfit):
-                    self._found = _gather(norm, layer, dtype)
+                    self._found = self._make(dtype, *modules)
         return self._found
+
+    def _make(self, dtype: torch.dtype, *modules: nn.Module) -> Any:
+        norm, layer = modules
+        return _gather(norm, layer, dtype)
+
+
+class GatheredLayers(Gathered):
+    """The same of all layers of a model, as one array of sublayers, and the weights whose addresses it holds."""
+
+    def _make(self, dtype: torch.dtype, *modules: nn.Module) -> Any:
+        parts = [(getattr(each, f"{name}_norm"), getattr(each, name)) for each in modules for name in ("mixer", "mlp")]
+        weights = [_gather(*pair, dtype) for pair in parts]
+        return (cpu_layer.Sublayer * len(weights))(*map(cpu_layer.sublayer_of, weights)), weights
 
 
 class Sight:
@@ -91,7 +104,9 @@ class Sight:
 
     def holds(self, *modules: nn.Module) -> bool:
         """Whether it all is as it was: the same modules, weights at the same addresses, nobody new who takes an interest."""
-        if any(map(operator.is_not, modules, self._modules)) or any(map(operator.contains, *self._absent)):
+        if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
+            return False
+        if any(map(operator.contains, *self._absent)):
             return False
         try:
             same = all(map(operator.is_, map(operator.getitem, self._tables, self._names), self._values))
@@ -103,31 +118,54 @@ class Sight:
         return [*map(Tensor.data_ptr, self._weights), *map(operator.attrgetter("dtype"), self._weights)]
 
 
+def run(
+    gathered: GatheredLayers, layers: Sequence[nn.Module], x: Tensor, states: Sequence[LayerState], segments: Segments
+) -> tuple[Tensor, list[LayerState]] | None:
+    """All layers of a plain residual stream for x [B,1,D], in one call."""
+    found = gathered.of(x.dtype, *layers)
+    if found is None or not x.is_contiguous() or not all(_fits(state, x, segments) for state in states):
+        return None
+    sublayers, kept = type(found[0]).from_buffer_copy(found[0]), [found]
+    after = [_give(sublayers[2 * index], state, segments, kept) for index, state in enumerate(states)]
+    return cpu_layer.run(sublayers, x, segments.past, is_residual=True), after
+
+
 def mix(
     gathered: Gathered, norm: nn.Module, mixer: nn.Module, x: Tensor, state: LayerState, segments: Segments
 ) -> tuple[Tensor, LayerState] | None:
     """`mixer(norm(x), state, segments)` for x [B,1,D]."""
-    weights = gathered.of(norm, mixer, x.dtype)
-    if weights is None or not x.is_contiguous():
+    weights = gathered.of(x.dtype, norm, mixer)
+    if weights is None or not x.is_contiguous() or not _fits(state, x, segments):
         return None
-    if isinstance(state, Recurrent):
-        if state.matrix.dtype is not torch.float32 or state.conv.dtype is not x.dtype:
-            return None
-        y, matrix, conv = cpu_layer.recurrent(weights, x, state.matrix.contiguous(), state.conv.contiguous())
-        return y, Recurrent(matrix, conv)
-    if max(segments.past) == 0 or any(tensor.dtype is not x.dtype or tensor.stride(-1) != 1 for tensor in state.rows.tensors):
-        return None
-    rows = state.rows.extend(segments)
-    over: Callable[..., Tensor] = cpu_layer.latent if isinstance(mixer, MLA) else cpu_layer.attention
-    return over(weights, x, *rows.tensors, segments.past), type(state)(rows)
+    sublayers, kept = (cpu_layer.Sublayer * 1)(cpu_layer.sublayer_of(weights)), [weights]
+    after = _give(sublayers[0], state, segments, kept)
+    return cpu_layer.run(sublayers, x, segments.past), after
 
 
-def feed(gathered: Gathered, norm: nn.Module, mlp: nn.Module, x: Tensor) -> Tensor | None:
+def feed(gathered: Gathered, norm: nn.Module, mlp: nn.Module, x: Tensor, segments: Segments) -> Tensor | None:
     """`mlp(norm(x))` for x [B,1,D]."""
-    weights = gathered.of(norm, mlp, x.dtype)
+    weights = gathered.of(x.dtype, norm, mlp)
     if weights is None or not x.is_contiguous():
         return None
-    return (cpu_layer.experts if isinstance(mlp, MoE) else cpu_layer.mlp)(weights, x)
+    return cpu_layer.run((cpu_layer.Sublayer * 1)(cpu_layer.sublayer_of(weights)), x, segments.past)
+
+
+def _fits(state: LayerState, x: Tensor, segments: Segments) -> bool:
+    """Whether a state is as the compiled call reads it."""
+    if isinstance(state, Recurrent):
+        return state.matrix.dtype is torch.float32 and state.conv.dtype is x.dtype
+    return max(segments.past) > 0 and all(rows.dtype is x.dtype and rows.stride(-1) == 1 for rows in state.rows.tensors)
+
+
+def _give(sublayer: cpu_layer.Sublayer, state: LayerState, segments: Segments, kept: list[Any]) -> LayerState:
+    """Lets a sublayer read a state and write the one after the step, which comes back; `kept` has to be until then."""
+    if isinstance(state, Recurrent):
+        before = state.matrix.contiguous(), state.conv.contiguous()
+        kept.append(before)
+        return Recurrent(*cpu_layer.give_matrix(sublayer, *before))
+    rows = state.rows.extend(segments)
+    cpu_layer.give_rows(sublayer, *rows.tensors)
+    return type(state)(rows)
 
 
 def _gather(norm: nn.Module, layer: nn.Module, dtype: torch.dtype) -> Any:

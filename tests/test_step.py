@@ -13,8 +13,9 @@ from torch import Tensor, nn
 import palimpsest as pal
 from palimpsest import step
 from palimpsest.linear import Linear8, pack
+from palimpsest.model import Block
 from palimpsest.ops import cpu
-from palimpsest.state import LayerState, Recurrent, Segments
+from palimpsest.state import LayerState, Recurrent, Segments, State
 from tests.conftest import TINY, blocks_of, make_ids, make_model, relative, state_tensors
 
 pytestmark = pytest.mark.skipif(cpu.library()[0] is None, reason=f"the compiled backend: {cpu.library()[1]}")
@@ -102,7 +103,7 @@ def test_a_step_is_the_sublayer_as_written(form: str, dtype: str, past: tuple[in
             assert all(a.dtype in (kind, torch.float32) and relative(a, b) < limit for a, b in pairs)
         exact = twin.mlp(twin.mlp_norm(x.double()))
         written = block.mlp(block.mlp_norm(x)) if dtype == "bf16" else None
-        fed = step.feed(block.mlp_step, block.mlp_norm, block.mlp, x)
+        fed = step.feed(block.mlp_step, block.mlp_norm, block.mlp, x, segments)
         assert fed is not None
         assert_near(fed, exact, written)
 
@@ -163,6 +164,7 @@ def test_a_row_does_not_see_its_batch_nor_the_threads(preset: str, dtype: torch.
         assert torch.equal(alone[0], together[row])
         assert all(torch.equal(a, b) for a, b in zip(state_tensors(own), state_tensors(after.select([row])), strict=True))
     monkeypatch.setattr("palimpsest.ops.cpu_layer.LARGE", 0)
+    model.layers_step = step.GatheredLayers()
     for block in blocks_of(model):
         block.mixer_step, block.mlp_step = step.Gathered(), step.Gathered()
     torch.set_num_threads(2)
@@ -171,6 +173,66 @@ def test_a_row_does_not_see_its_batch_nor_the_threads(preset: str, dtype: torch.
     finally:
         torch.set_num_threads(1)
     assert torch.equal(shared, together)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8_0"])
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_all_layers_in_one_call_are_each_in_its_own(form: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, the sums of the residual stream too; models that join layers in another way do not go there."""
+    model = drawn(form, dtype)
+    ids = make_ids(model, 3, 9)
+    state, calls, run = model(ids[:, :7]).state, [], step.run
+
+    def watched(*arguments: Any) -> Any:
+        calls.append(run(*arguments))
+        return calls[-1]
+
+    def steps() -> tuple[Tensor, Any]:
+        first = model.hidden(ids[:, 7:8], state)
+        return model.hidden(ids[:, 8:], first[1])
+
+    monkeypatch.setattr(step, "run", watched)
+    hidden, after = steps()
+    plain = model.config.residual == "sum"
+    assert len(calls) == (2 if plain else 0)
+    assert all((each is None) == ("linear_attention" in model.config.mixers) for each in calls)
+    monkeypatch.setattr(step, "run", lambda *_: None)
+    expected, expected_after = steps()
+    assert torch.equal(hidden, expected)
+    assert all(torch.equal(a, b) for a, b in zip(state_tensors(after), state_tensors(expected_after), strict=True))
+
+
+@torch.no_grad()
+def test_a_layer_of_ones_own_is_run() -> None:
+    """One that is hooked, of another class, or left out: no call for all layers passes it by."""
+
+    class Loud(Block):
+        def forward(self, stream: Any, state: LayerState, segments: Segments, recompute: bool = False) -> LayerState:
+            stream.total = stream.total * 2
+            return super().forward(stream, state, segments, recompute)
+
+    model = make_model("gpt2-tiny")
+    ids = make_ids(model, 2, 6)
+    state = model(ids[:, :5]).state
+    before = model.hidden(ids[:, 5:], state)[0]
+    seen: list[int] = []
+    handle = model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(model.hidden(ids[:, 5:], state)[0], before) and seen == [1]
+    handle.remove()
+    model.hidden(ids[:, 5:], state)
+    assert seen == [1]
+    layer = model.layers[1]
+    layer.__class__ = Loud
+    assert not torch.equal(model.hidden(ids[:, 5:], state)[0], before)
+    layer.__class__ = Block
+    assert torch.equal(model.hidden(ids[:, 5:], state)[0], before)
+    del model.layers[-1]
+    model.__dict__.pop("_forms", None)
+    state = State(state.layers[:-1], state.lengths)
+    shorter = model.hidden(ids[:, 5:], state)[0]
+    model.layers_step = step.GatheredLayers()
+    assert not torch.equal(shorter, before) and torch.equal(model.hidden(ids[:, 5:], state)[0], shorter)
 
 
 def change_in_place(model: Any) -> None:
@@ -227,7 +289,7 @@ def test_where_it_stands_back() -> None:
                 return step.mix(step.Gathered(), block.mixer_norm, block.mixer, x, state, one) is not None
 
             def feeds(block: Any = block, x: Tensor = x) -> bool:
-                return step.feed(step.Gathered(), block.mlp_norm, block.mlp, x) is not None
+                return step.feed(step.Gathered(), block.mlp_norm, block.mlp, x, one) is not None
 
             assert mixes() and feeds()
             for name, runs in (("mixer", mixes), ("mlp", feeds)):
@@ -249,9 +311,10 @@ def test_interest_may_come_and_go() -> None:
     """What was gathered once is not used while somebody watches a part of it, and is when he has gone."""
     block = blocks_of(make_model("kimi-linear-tiny"))[3]
     gathered, x = step.Gathered(), torch.randn(2, 1, block.mlp.gate.weight.shape[1])
+    one = Segments((4, 4), (1, 1), None, torch.device("cpu"))
 
     def feeds() -> bool:
-        return step.feed(gathered, block.mlp_norm, block.mlp, x) is not None
+        return step.feed(gathered, block.mlp_norm, block.mlp, x, one) is not None
 
     assert feeds()
     router = block.mlp.gate

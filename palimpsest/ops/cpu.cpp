@@ -593,23 +593,12 @@ void palimpsest_rms_norm(const float *x, const float *weight, float *y, int64_t 
     normalise({{weight, 0}, {nullptr, 0}, eps, 0}, {x, 0}, y, n, columns);
 }
 
-// Steps of a sublayer, as cpu_layer.h has them. past [n], int64.
-void palimpsest_recurrent_step(const Recurrence *m, const Tokens *tokens, const float *matrix, float *final, const void *before,
-                               void *after) {
-    recurrent_step(*m, *tokens, matrix, final, before, after);
+// Steps of sublayers, as cpu_layer.h has them: past [n]. Each reads x and writes y; with a width x [n, width] then grows by y.
+void palimpsest_step(const Sublayer *sublayers, int64_t count, const Tokens *tokens, const int64_t *past, int64_t width) {
+    for (int64_t i = 0; i < count; ++i) {
+        sublayer_step(sublayers[i], *tokens, past);
+        if (tokens->is_half) add((uint16_t *)tokens->x, (const uint16_t *)tokens->y, tokens->n * width);
+        else add((float *)tokens->x, (const float *)tokens->y, tokens->n * width);
+    }
 }
-
-void palimpsest_attention_step(const Attention *m, const Tokens *tokens, const Cache *cache, const int64_t *past) {
-    if (tokens->is_half) attention_step<uint16_t>(*m, *tokens, *cache, past);
-    else attention_step<float>(*m, *tokens, *cache, past);
-}
-
-void palimpsest_latent_step(const Latents *m, const Tokens *tokens, const Cache *cache, const int64_t *past) {
-    if (tokens->is_half) latent_step<uint16_t>(*m, *tokens, *cache, past);
-    else latent_step<float>(*m, *tokens, *cache, past);
-}
-
-void palimpsest_mlp_step(const Mlp *m, const Tokens *tokens) { mlp_step(*m, *tokens); }
-
-void palimpsest_experts_step(const Experts *m, const Tokens *tokens) { experts_step(*m, *tokens); }
 }

@@ -19,7 +19,6 @@ from torch import Tensor
 STREAM_BYTES = 12 << 20  # a state of this size leaves the caches before it is read again
 WIDEST = 256  # key channels that a token's place on the stack holds
 LIBRARIES = {"AVX512": "cpu_avx512.so", "AVX2": "cpu_avx2.so", "DEFAULT": "cpu_base.so"}
-STEPS = {"recurrent": 6, "attention": 4, "latent": 4, "mlp": 2, "experts": 2}  # and how many pointers each takes
 
 
 class _Shape(ctypes.Structure):
@@ -75,10 +74,8 @@ def library() -> tuple[Any, str]:
     loaded.palimpsest_few.argtypes += [pointer, ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_attend.argtypes = [pointer] * 5 + [ctypes.c_int32]
     loaded.palimpsest_rms_norm.argtypes = [pointer] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
-    for name, count in STEPS.items():
-        getattr(loaded, f"palimpsest_{name}_step").argtypes = [pointer] * count
-    functions = ("forward", "backward", "mxfp4", "few", "attend", "rms_norm", *(f"{name}_step" for name in STEPS))
-    for function in functions:
+    loaded.palimpsest_step.argtypes = [pointer, ctypes.c_int64, pointer, pointer, ctypes.c_int64]
+    for function in ("forward", "backward", "mxfp4", "few", "attend", "rms_norm", "step"):
         getattr(loaded, f"palimpsest_{function}").restype = None
     loaded.palimpsest_tile.restype = ctypes.c_int64
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"

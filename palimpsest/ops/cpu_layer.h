@@ -526,3 +526,37 @@ void experts_step(const Experts &m, const Tokens &a) {
     }
     a.put(result.data, width);
 }
+
+// ------------------------------------------------------------------------------------------------------- one after another
+
+// A sublayer by the kind of its weights, and its memory: matrix and convolution before and after the token, or the rows of the past.
+struct Sublayer {
+    const void *weights;
+    const void *before[2];
+    void *after[2];
+    Cache cache;
+    int32_t kind, is_large, stream;
+};
+
+void sublayer_step(const Sublayer &s, Tokens a, const int64_t *past) {
+    if (!s.is_large) a.threads = 1;
+    a.stream = s.stream;
+    switch (s.kind) {
+        case 0:
+            return recurrent_step(*(const Recurrence *)s.weights, a, (const float *)s.before[0], (float *)s.after[0], s.before[1], s.after[1]);
+        case 1:
+            return a.is_half ? attention_step<uint16_t>(*(const Attention *)s.weights, a, s.cache, past)
+                             : attention_step<float>(*(const Attention *)s.weights, a, s.cache, past);
+        case 2:
+            return a.is_half ? latent_step<uint16_t>(*(const Latents *)s.weights, a, s.cache, past)
+                             : latent_step<float>(*(const Latents *)s.weights, a, s.cache, past);
+        case 3: return mlp_step(*(const Mlp *)s.weights, a);
+        default: return experts_step(*(const Experts *)s.weights, a);
+    }
+}
+
+// x += y, each sum in the type of the two.
+template <typename Number>
+void add(Number *x, const Number *y, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) narrow(widened(x[i]) + widened(y[i]), x + i);
+}

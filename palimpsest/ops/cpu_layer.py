@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class Activation(ctypes.Structure):
 class Weights(ctypes.Structure):
     """What a sublayer's call reads."""
 
+    kind: ClassVar[int]
+
     @functools.cached_property
     def is_large(self) -> bool:
         maps = (getattr(self, name) for name, kind in self._fields_ if kind is Map)  # type: ignore[misc]
@@ -54,6 +56,7 @@ class Weights(ctypes.Structure):
 class Recurrence(Weights):
     """KDA, Gated DeltaNet and DeltaNet."""
 
+    kind = 0
     _fields_ = [
         *((name, Norm) for name in ("norm", "o_norm")),
         *((name, Map) for name in ("q", "k", "v", "decay_low", "decay", "gate_low", "gate", "beta", "out")),
@@ -66,6 +69,7 @@ class Recurrence(Weights):
 
 
 class Attention(Weights):
+    kind = 1
     _fields_ = [
         *((name, Norm) for name in ("norm", "q_norm", "k_norm")),
         *((name, Map) for name in ("q", "k", "v", "gate", "out")),
@@ -77,6 +81,7 @@ class Attention(Weights):
 class Latents(Weights):
     """MLA."""
 
+    kind = 2
     _fields_ = [
         *((name, Norm) for name in ("norm", "q_norm", "latent_norm")),
         *((name, Map) for name in ("q_low", "q", "kv_a", "kv_b", "gate", "out")),
@@ -86,10 +91,12 @@ class Latents(Weights):
 
 
 class Mlp(Weights):
+    kind = 3
     _fields_ = [("norm", Norm), *((name, Map) for name in ("gate", "up", "down")), ("activation", Activation)]
 
 
 class Experts(Weights):
+    kind = 4
     _fields_ = [
         *((name, Norm) for name in ("norm", "latent_norm")),
         *((name, Map) for name in ("router", "latent_down", "gate", "up", "down", "latent_up")),
@@ -99,6 +106,17 @@ class Experts(Weights):
         ("activation", Activation),
         ("factor", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("is_softmax", "renormalise")),
+    ]
+
+
+class Sublayer(ctypes.Structure):
+    """A sublayer by the kind of its weights, and its memory: matrix and convolution before and after a token, or rows."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        *((name, ctypes.c_void_p * 2) for name in ("before", "after")),
+        ("cache", cpu.Cache),
+        *((name, ctypes.c_int32) for name in ("kind", "is_large", "stream")),
     ]
 
 
@@ -123,53 +141,40 @@ def numbers(x: Tensor | None) -> Numbers:
     return Numbers(_address(x), x is not None and _is_half(x))
 
 
-def recurrent(weights: Recurrence, x: Tensor, matrix: Tensor, conv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [B,1,D], matrix float32 [B,HV,K,V], conv [B,W-1,C] as x -> y [B,1,D] and both memories after the token."""
-    y, final, after = torch.empty_like(x), torch.empty_like(matrix), torch.empty_like(conv)
-    tokens = _tokens(weights, x, y)
-    tokens.stream = final.nbytes > cpu.STREAM_BYTES and final.data_ptr() % 64 == 0
-    pointers = matrix.data_ptr(), final.data_ptr(), conv.data_ptr(), after.data_ptr()
-    cpu.library()[0].palimpsest_recurrent_step(ctypes.byref(weights), ctypes.byref(tokens), *pointers)
-    return y, final, after
+def sublayer_of(weights: Weights) -> Sublayer:
+    """Its memory is still to be given. `weights` is to be kept as long."""
+    return Sublayer(weights=ctypes.addressof(weights), kind=weights.kind, is_large=weights.is_large)
 
 
-def attention(weights: Attention, x: Tensor, k: Tensor, v: Tensor, past: tuple[int, ...]) -> Tensor:
-    """x [B,1,D], k and v [B,S,Hkv,D] as x, of which sequence b holds past[b] rows and gets one more here -> y [B,1,D]."""
-    strides = (*k.stride()[:3], *v.stride()[:3])
-    return _over_rows("attention", weights, x, cpu.Cache(k.data_ptr(), v.data_ptr(), *strides), past)
+def give_matrix(sublayer: Sublayer, matrix: Tensor, conv: Tensor) -> tuple[Tensor, Tensor]:
+    """matrix float32 [B,HV,K,V] and conv [B,W-1,C] as x, to be kept until the step is over -> room for both after it."""
+    final, after = torch.empty_like(matrix), torch.empty_like(conv)
+    sublayer.before[:] = matrix.data_ptr(), conv.data_ptr()
+    sublayer.after[:] = final.data_ptr(), after.data_ptr()
+    sublayer.stream = final.nbytes > cpu.STREAM_BYTES and final.data_ptr() % 64 == 0
+    return final, after
 
 
-def latent(weights: Latents, x: Tensor, rows: Tensor, past: tuple[int, ...]) -> Tensor:
-    """x [B,1,D], rows [c | p] [B,S,R+r] as x, of which sequence b holds past[b] and gets one more here -> y [B,1,D]."""
-    strides = (*rows.stride()[:2], 0)
-    return _over_rows("latent", weights, x, cpu.Cache(rows.data_ptr(), rows.data_ptr(), *strides, *strides), past)
+def give_rows(sublayer: Sublayer, k: Tensor, v: Tensor | None = None) -> None:
+    """k and v [B,S,Hkv,D] as x, or latents [c | p] [B,S,R+r], to be kept; each sequence gets the row behind its past here."""
+    if v is None:
+        strides = (*k.stride()[:2], 0)
+        sublayer.cache = cpu.Cache(k.data_ptr(), k.data_ptr(), *strides, *strides)
+    else:
+        sublayer.cache = cpu.Cache(k.data_ptr(), v.data_ptr(), *k.stride()[:3], *v.stride()[:3])
 
 
-def mlp(weights: Mlp, x: Tensor) -> Tensor:
-    """x [B,1,D] -> y [B,1,D]."""
-    y = torch.empty_like(x)
-    cpu.library()[0].palimpsest_mlp_step(ctypes.byref(weights), ctypes.byref(_tokens(weights, x, y)))
-    return y
+def run(sublayers: Any, x: Tensor, past: tuple[int, ...], is_residual: bool = False) -> Tensor:
+    """An array of sublayers for x [B,1,D], whose sequences hold past[b] tokens -> y [B,1,D].
 
-
-def experts(weights: Experts, x: Tensor) -> Tensor:
-    """x [B,1,D] -> y [B,1,D]."""
-    y = torch.empty_like(x)
-    cpu.library()[0].palimpsest_experts_step(ctypes.byref(weights), ctypes.byref(_tokens(weights, x, y)))
-    return y
-
-
-def _over_rows(name: str, weights: Any, x: Tensor, cache: cpu.Cache, past: tuple[int, ...]) -> Tensor:
-    y, count = torch.empty_like(x), len(past)
-    call = getattr(cpu.library()[0], f"palimpsest_{name}_step")
-    pointers = ctypes.byref(weights), ctypes.byref(_tokens(weights, x, y)), ctypes.byref(cache)
-    call(*pointers, (ctypes.c_int64 * count)(*past))
-    return y
-
-
-def _tokens(weights: Weights, x: Tensor, y: Tensor) -> _Tokens:
-    threads = torch.get_num_threads() if weights.is_large else 1
-    return _Tokens(x.data_ptr(), y.data_ptr(), x.shape[0], _is_half(x), threads)
+    y is what the one sublayer gives; with `is_residual`, x and what each gives for the sum of those before it.
+    """
+    total, y = x.clone() if is_residual else x, torch.empty_like(x)
+    tokens = _Tokens(total.data_ptr(), y.data_ptr(), len(past), _is_half(x), torch.get_num_threads())
+    width = x.shape[2] if is_residual else 0
+    lengths = (ctypes.c_int64 * len(past))(*past)
+    cpu.library()[0].palimpsest_step(sublayers, len(sublayers), ctypes.byref(tokens), lengths, width)
+    return total if is_residual else y
 
 
 def _is_half(x: Tensor) -> bool:
