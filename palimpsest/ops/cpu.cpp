@@ -475,6 +475,7 @@ struct FlushSubnormals {
 
 #include "cpu_product.h"
 #include "cpu_layer.h"
+#include "cpu_conv.h"
 
 }  // namespace
 
@@ -591,6 +592,21 @@ void palimpsest_attend(const Query *query, const Cache *cache, const void *q, co
 // y [n, columns] = x / sqrt(mean(x^2) + eps) * weight, row by row.
 void palimpsest_rms_norm(const float *x, const float *weight, float *y, int64_t n, int64_t columns, float eps) {
     normalise({{weight, 0}, {nullptr, 0}, eps, 0}, {x, 0}, y, n, columns);
+}
+
+// y [rows, C], for one to four taps; and gradients, as cpu_conv.h has them.
+void palimpsest_conv(const Convolution *a, float *y, int32_t threads) {
+    if (a->taps == 1) conv_forward<1>(*a, y, threads);
+    if (a->taps == 2) conv_forward<2>(*a, y, threads);
+    if (a->taps == 3) conv_forward<3>(*a, y, threads);
+    if (a->taps == 4) conv_forward<4>(*a, y, threads);
+}
+
+void palimpsest_conv_backward(const Convolution *a, const ConvGrads *grads, int32_t threads) {
+    if (a->taps == 1) conv_backward<1>(*a, *grads, threads);
+    if (a->taps == 2) conv_backward<2>(*a, *grads, threads);
+    if (a->taps == 3) conv_backward<3>(*a, *grads, threads);
+    if (a->taps == 4) conv_backward<4>(*a, *grads, threads);
 }
 
 // Steps of a sublayer, as cpu_layer.h has them. past [n], int64.
