@@ -1,7 +1,7 @@
 """The short convolution in the compiled CPU backend, one pass over its input each way; cpu_conv.h has the equations.
 
-Only the inputs are kept: the backward pass forms z again. The order of every sum depends on one sequence alone, or for the taps'
-gradient on all of them, but not on the threads.
+Only the inputs are kept: the backward pass forms z again. The order of a sum depends on one sequence alone, of the taps'
+gradient on all of them, but never on the threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ class _Convolution(ctypes.Structure):
 
 
 class _Grads(ctypes.Structure):
-    _fields_ = [("y", ctypes.c_void_p), ("row", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("x", "state", "weight"))]
+    _fields_ = [
+        ("y", ctypes.c_void_p),
+        ("row", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "state", "weight")),
+    ]
 
 
 def takes(x: Tensor, weight: Tensor, state: Tensor) -> bool:

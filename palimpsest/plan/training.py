@@ -3,8 +3,8 @@
 Counts are values a token in one sublayer, of this package's own operations; D is the width. A sublayer keeps the input and
 the normed input of its norm (rms: 2 D + 1, layer: D + 2), the input of its linear maps (D), and what the mixer or MLP lists
 below. Recurrent layers keep three C x C matrices and one state a chunk (`ops/chunked.py`), or, where the compiled backend
-runs, one state a tile of its own (`ops/cpu.py`; `compiled`), and its convolution in float32 keeps its inputs alone. Integers are
-int64.
+runs, one state a tile of its own (`ops/cpu.py`; `compiled`), and its float32 convolution keeps its inputs alone. Integers
+are int64.
 
 The peak of a step is the largest of four moments: the loss, when everything is kept; the first gradients, when the head's are
 made; the backward pass of the sublayer that works with most; the optimiser, when all gradients are there.

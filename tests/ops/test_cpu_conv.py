@@ -104,8 +104,10 @@ def test_same_bits_in_any_company(taps: int, instruction_set: str, threads: None
 
 
 def test_numbers_out_of_range(instruction_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN and infinity come out where torch's form has them; far below, SiLU and its slope are 0 and not their limits' product."""
-    extreme = torch.tensor([torch.nan, torch.inf, -torch.inf, -87.5, -89.0, -200.0, -1e30, 1e37, -1e37, 88.0, 120.0, -0.0, 1e-30])
+    """NaN and infinity come out where torch's form has them; far below, SiLU and its slope are 0."""
+    extreme = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf, -87.5, -89.0, -200.0, -1e30, 1e37, -1e37, 88.0, 120.0, -0.0, 1e-30]
+    )
     x, weight = torch.randn(1, 60, 13), torch.randn(13, 4)
     x[0, ::17] = extreme
     state = torch.randn(1, 3, 13)
