@@ -58,7 +58,7 @@ class _ShortConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_y: Tensor) -> Any:
+    def backward(ctx: Any, d_y: Tensor) -> Any:  # type: ignore[override]
         x, weight, state = ctx.saved_tensors
         d_y, form = _by_row(d_y), _form(x, weight, state, ctx.lengths)
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)

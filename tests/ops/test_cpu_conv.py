@@ -120,6 +120,28 @@ def test_numbers_out_of_range(instruction_set: str, monkeypatch: pytest.MonkeyPa
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def test_any_layout() -> None:
+    """x and its cotangent transposed, expanded, and cut from the middle of a batch's rows."""
+    weight, whole = torch.randn(40, 4), torch.randn(3, 60, 50)
+    flat = torch.randn(3, 40, 50)
+    for x in (
+        flat.mT,
+        whole[:, 7:57, 10:],
+        whole[::2, :50, :40],
+        torch.randn(1, 50, 40).expand(3, 50, 40),
+        whole[..., ::2][..., :20],
+    ):
+        taps, state = weight[: x.shape[2]], torch.randn(len(x), 3, x.shape[2])
+        for flow in (x.cos(), torch.ones(1).expand(x.shape), torch.randn(3, x.shape[2], x.shape[1])[: len(x)].mT):
+            results = []
+            for y in (x, x.contiguous()):
+                leaves = [each.detach().requires_grad_() for each in (y, taps, state)]
+                z, _ = ops.short_conv(*leaves)
+                flow = flow if y is x else flow.contiguous()
+                results.append([z, *torch.autograd.grad(z, leaves, flow)])
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_taken_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 alone, up to four taps, outside graphs and autocast, on a CPU; a second derivative is refused, not wrong."""
     x, weight = torch.randn(2, 9, 6, requires_grad=True), torch.randn(6, 4, requires_grad=True)
