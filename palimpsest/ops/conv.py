@@ -21,7 +21,7 @@ def short_conv(
 
     The sum runs in float32 (float64 when x is). Raises ValueError for shapes that do not fit.
     """
-    from palimpsest.ops import document_lengths, triton_runs
+    from palimpsest.ops import cpu_conv, document_lengths, triton_runs
 
     batch, tokens, channels = x.shape
     if weight.dim() != 2 or weight.shape[0] != channels:
@@ -38,6 +38,8 @@ def short_conv(
         from palimpsest.ops.triton import conv
 
         return conv.short_conv(x, weight, state, lengths), _last(x, state, lengths)
+    if x.numel() and cpu_conv.takes(x, weight, state):
+        return cpu_conv.short_conv(x, weight, state, lengths), _last(x, state, lengths)
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     taps = weight.to(dtype).unbind(1)
     if lengths is None:

@@ -475,6 +475,7 @@ struct FlushSubnormals {
 
 #include "cpu_product.h"
 #include "cpu_layer.h"
+#include "cpu_conv.h"
 
 }  // namespace
 
@@ -600,5 +601,20 @@ void palimpsest_step(const Sublayer *sublayers, int64_t count, const Tokens *tok
         if (tokens->is_half) add((uint16_t *)tokens->x, (const uint16_t *)tokens->y, tokens->n * width);
         else add((float *)tokens->x, (const float *)tokens->y, tokens->n * width);
     }
+}
+
+// y [rows, C], for one to four taps; and gradients, as cpu_conv.h has them.
+void palimpsest_conv(const Convolution *a, float *y, int32_t threads) {
+    if (a->taps == 1) conv_forward<1>(*a, y, threads);
+    if (a->taps == 2) conv_forward<2>(*a, y, threads);
+    if (a->taps == 3) conv_forward<3>(*a, y, threads);
+    if (a->taps == 4) conv_forward<4>(*a, y, threads);
+}
+
+void palimpsest_conv_backward(const Convolution *a, const ConvGrads *grads, int32_t threads) {
+    if (a->taps == 1) conv_backward<1>(*a, *grads, threads);
+    if (a->taps == 2) conv_backward<2>(*a, *grads, threads);
+    if (a->taps == 3) conv_backward<3>(*a, *grads, threads);
+    if (a->taps == 4) conv_backward<4>(*a, *grads, threads);
 }
 }

@@ -74,18 +74,22 @@ def library() -> tuple[Any, str]:
     loaded.palimpsest_few.argtypes += [pointer, ctypes.c_int64, ctypes.c_int32]
     loaded.palimpsest_attend.argtypes = [pointer] * 5 + [ctypes.c_int32]
     loaded.palimpsest_rms_norm.argtypes = [pointer] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
+    loaded.palimpsest_conv.argtypes = loaded.palimpsest_conv_backward.argtypes = [pointer] * 2 + [ctypes.c_int32]
     loaded.palimpsest_step.argtypes = [pointer, ctypes.c_int64, pointer, pointer, ctypes.c_int64]
-    for function in ("forward", "backward", "mxfp4", "few", "attend", "rms_norm", "step"):
+    for function in ("forward", "backward", "mxfp4", "few", "attend", "rms_norm", "conv", "conv_backward", "step"):
         getattr(loaded, f"palimpsest_{function}").restype = None
     loaded.palimpsest_tile.restype = ctypes.c_int64
     return loaded, f"compiled for {path.stem.removeprefix('cpu_')}; the memory stays in the first-level cache"
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the library is here and nothing but a result is asked of it: no gradient, graph or autocast, and no tensor
-    that is cut over processes, which DTensor knows what to do with."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
+    """Whether the library is here and nothing but a result is asked of it: no gradient, and as `trains`."""
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) and trains(*tensors)
+
+
+def trains(*tensors: Tensor) -> bool:
+    """Whether the library is here and takes these, gradients or not: no graph, no autocast, and no tensor that is cut over
+    processes, which DTensor knows what to do with."""
     if any(hasattr(x, "device_mesh") for x in tensors) or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     return library()[0] is not None

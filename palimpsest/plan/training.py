@@ -3,7 +3,8 @@
 Counts are values a token in one sublayer, of this package's own operations; D is the width. A sublayer keeps the input and
 the normed input of its norm (rms: 2 D + 1, layer: D + 2), the input of its linear maps (D), and what the mixer or MLP lists
 below. Recurrent layers keep three C x C matrices and one state a chunk (`ops/chunked.py`), or, where the compiled backend
-runs, one state a tile of its own (`ops/cpu.py`; `compiled`). Integers are int64.
+runs, one state a tile of its own (`ops/cpu.py`; `compiled`), and its float32 convolution keeps its inputs alone. Integers
+are int64.
 
 The peak of a step is the largest of four moments: the loss, when everything is kept; the first gradients, when the head's are
 made; the backward pass of the sublayer that works with most; the optimiser, when all gradients are there.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 from palimpsest.config import LINEAR_MIXERS, ModelConfig
 from palimpsest.ops.chunked import GROUP
+from palimpsest.ops.cpu_conv import MOST_TAPS
 from palimpsest.ops.cross_entropy import BLOCK
 from palimpsest.plan.counts import SIZES, Weight, weights
 from palimpsest.plan.flops import _chunk_size
@@ -49,10 +51,10 @@ def norm(c: ModelConfig) -> Kept:
     return Kept(2 * c.hidden_size, 1) if c.norm == "rms" else Kept(c.hidden_size, 2)
 
 
-def mixer(kind: str, c: ModelConfig, tokens: int, compiled: bool = False) -> Kept:
+def mixer(kind: str, c: ModelConfig, tokens: int, dtype: str, compiled: bool = False) -> Kept:
     """What a mixer keeps for sequences of `tokens` tokens, the input of its maps included."""
     inner = {"attention": _attention, "mla": _mla}.get(kind)
-    return Kept(c.hidden_size) + (_recurrent(kind, c, tokens, compiled) if inner is None else inner(c))
+    return Kept(c.hidden_size) + (_recurrent(kind, c, tokens, dtype, compiled) if inner is None else inner(c))
 
 
 def _attention(c: ModelConfig) -> Kept:
@@ -81,14 +83,15 @@ def _mla(c: ModelConfig) -> Kept:
     return Kept(values + (2 * heads * value if c.mla_use_output_gate else 0), precise)
 
 
-def _recurrent(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> Kept:
+def _recurrent(kind: str, c: ModelConfig, tokens: int, dtype: str, compiled: bool) -> Kept:
     heads, keys, columns = c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim
     channels, out, taps = conv_channels(c), heads * columns, c.linear_conv_kernel_dim
     kept = Kept(out)  # the input of o_proj
     if kind != "linear_attention" or c.linear_feature_map in ("elu", "product"):
         kept += Kept(channels)  # what q, k, v are cut from
     if taps:
-        kept += Kept(channels * (tokens + taps - 1) / tokens, channels)
+        inside = 0 if _keeps_inputs(c, dtype, compiled) else channels  # the sum that SiLU takes
+        kept += Kept(channels * (tokens + taps - 1) / tokens, inside)
     kept += Kept(0, recurrence_keeps(kind, c, tokens, compiled))
     longer = 1 if compiled else _padding(tokens)  # o is a part of what the chunks wrote
     if kind == "linear_attention":
@@ -102,6 +105,11 @@ def _recurrent(kind: str, c: ModelConfig, tokens: int, compiled: bool) -> Kept:
     if c.linear_output_gate != "none":
         kept += Kept(c.linear_output_gate_rank or 0, (3 if c.linear_output_gate == "silu" else 2) * out)
     return kept
+
+
+def _keeps_inputs(c: ModelConfig, dtype: str, compiled: bool) -> bool:
+    """Whether the convolution is the compiled one, which forms its sums again."""
+    return compiled and dtype == "f32" and c.linear_conv_kernel_dim <= MOST_TAPS
 
 
 def recurrence_keeps(kind: str, c: ModelConfig, tokens: int, compiled: bool = True) -> float:
@@ -171,7 +179,7 @@ def activations(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: 
         return size * kept.num_bytes(dtype) + states + size * _mixing(c, counts[-1:]).num_bytes(dtype) + 8 * size
     kept = norm(c) + _mixing(c, counts) + Kept(0, 0, 1 if c.position != "learned" else 2)
     for kind in c.mixers:
-        kept += norm(c) + mixer(kind, c, tokens, compiled)
+        kept += norm(c) + mixer(kind, c, tokens, dtype, compiled)
     for kind in c.mlps:
         kept += norm(c) + mlp(kind, c)
     taps = sum(4 * c.linear_conv_kernel_dim * conv_channels(c) for kind in c.mixers if kind in LINEAR_MIXERS)
@@ -224,7 +232,7 @@ def backward(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: boo
         if row.layer is not None:
             of_layer[row.layer] += row.num_bytes(dtype)
     for layer in reversed(range(c.num_hidden_layers)):
-        mixing = mixer(c.mixers[layer], c, tokens, compiled)
+        mixing = mixer(c.mixers[layer], c, tokens, dtype, compiled)
         for kind, kept in ((c.mlps[layer], mlp(c.mlps[layer], c)), (c.mixers[layer], mixing)):
             here = size * (norm(c) + kept).num_bytes(dtype)
             now = left + made + working(kind, c, batch, tokens, dtype, compiled)
@@ -234,13 +242,14 @@ def backward(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: boo
     return highest
 
 
-def carried(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: bool) -> float:
+def carried(c: ModelConfig, batch: int, tokens: int, dtype: str, recompute: bool, compiled: bool) -> float:
     """Bytes of the new states, which live until the loss is taken; without `recompute` all but the matrices are kept anyway."""
     total = batch * recurrent_bytes(c)
+    before = 0 if _keeps_inputs(c, dtype, compiled) else tokens  # torch's form returns a part of all its inputs
     if recompute:
         for kind in c.mixers:
             if kind in LINEAR_MIXERS:
-                total += batch * SIZES[dtype] * (tokens + max(c.linear_conv_kernel_dim - 1, 0)) * conv_channels(c)
+                total += batch * SIZES[dtype] * (before + max(c.linear_conv_kernel_dim - 1, 0)) * conv_channels(c)
             else:
                 rope_view = c.kv_lora_rank if kind == "mla" else 0  # the shared key is a part of a wider tensor
                 total += batch * tokens * SIZES[dtype] * (kv_values(c, kind) + rope_view)
@@ -306,7 +315,7 @@ def training_memory(
     kept_by_loss, brief = loss(c, batch, tokens, dtype)
     earlier = gradients if accumulation > 1 else 0.0
     moments_of_step = (
-        kept + kept_by_loss + brief + carried(c, batch, tokens, dtype, recompute) + earlier,
+        kept + kept_by_loss + brief + carried(c, batch, tokens, dtype, recompute, compiled) + earlier,
         kept + 2 * kept_by_loss + earlier,
         backward(c, batch, tokens, dtype, recompute, compiled) + earlier,
         gradients + (2 * gradients if SIZES[dtype] < 4 else 0.0),  # float32 gradients for float32 weights
