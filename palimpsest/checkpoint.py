@@ -161,10 +161,14 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all; one that was there is replaced at one moment.
+    """Writes a file, whole or not at all; one that was there is replaced at one moment. A pipe, a device or a link (such as
+    /dev/stdout) is written to and stays what it is.
 
     Raises InputError when it cannot be written. Of two processes that write the same file, the later one's stays.
     """
+    if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+        _write_into(path, text)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         temporary.write_text(text, encoding="utf-8", newline="\n")
@@ -180,6 +184,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ writing
+
+
+def _write_into(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8", newline="\n")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror}); choose another file") from None
 
 
 def _check_savable(model: Model, tokenizer: Tokenizer | None) -> None:

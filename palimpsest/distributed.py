@@ -148,6 +148,12 @@ def join(sizes: MeshConfig, device: torch.device) -> World:
     return World(sizes, device, dist.get_rank(), mesh)
 
 
+def meet() -> None:
+    """Waits for all processes of the run: one that left early would close connections that others still read."""
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
 def leave() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

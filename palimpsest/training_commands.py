@@ -144,6 +144,7 @@ def train(
 
     try:
         result = recipe.run(out, resume, minutes, tensorboard)
+        distributed.meet()
     finally:
         distributed.leave()
     if not distributed.is_main():

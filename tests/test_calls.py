@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,12 +181,9 @@ def test_k3_cut_off_or_out_of_order(k3: Tokenizer) -> None:
 # Through the server
 
 
-@pytest.fixture(params=["qwen", "k2", "k3"])
-def spoken(
-    request: pytest.FixtureRequest, k3: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[str, Served, Callable[[str], None]]]:
-    """A server whose model says what it is told to."""
-    chosen = {"qwen": HERMES, "k2": KIMI, "k3": k3}[request.param]
+@contextlib.contextmanager
+def talking(chosen: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, Callable[[str], None]]]:
+    """A server, and what makes its model say something."""
     torch.manual_seed(3)
     model = pal.Model(pal.ModelConfig.preset("kda-tiny", vocab_size=chosen.vocab_size)).eval()
     end = max(chosen.end_ids)
@@ -202,6 +200,15 @@ def spoken(
 
             monkeypatch.setattr("palimpsest.engine.request.draw", draw)
 
+        yield served, say
+
+
+@pytest.fixture(params=["qwen", "k2", "k3"])
+def spoken(
+    request: pytest.FixtureRequest, k3: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, Served, Callable[[str], None]]]:
+    """A server whose model says what it is told to."""
+    with talking({"qwen": HERMES, "k2": KIMI, "k3": k3}[request.param], monkeypatch) as (served, say):
         yield request.param, served, say
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,23 @@ def test_a_refused_or_failed_save_leaves_what_was_there(tmp_path: Path, monkeypa
         checkpoint.save(model, tmp_path / "model")
     assert contents(tmp_path) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "model", "published"]
+
+
+def test_pipes_devices_and_links_are_written_to(tmp_path: Path) -> None:
+    """Renaming a new file over them would make a plain file of /dev/full, for everybody."""
+    pipe, link, file = (tmp_path / name for name in ("pipe", "link", "file"))
+    os.mkfifo(pipe)
+    link.symlink_to(file)
+    with ThreadPoolExecutor() as pool:
+        text = pool.submit(pipe.read_text)
+        checkpoint.write_text(pipe, "told")
+    checkpoint.write_text(link, "told")
+    assert (text.result(), file.read_text()) == ("told", "told")
+    assert pipe.is_fifo() and link.is_symlink()
+    device = Path("/dev/full")
+    with pytest.raises(pal.InputError, match=r"/dev/full: cannot be written \(No space left on device\)"):
+        checkpoint.write_text(device, "told")
+    assert device.is_char_device()
 
 
 def test_a_save_that_is_killed_never_shows_parts_of_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

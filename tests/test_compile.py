@@ -36,7 +36,9 @@ def compare(model: pal.Model, backend: str) -> None:
     torch.testing.assert_close(loss.detach(), expected.detach())
     for name, p in model.named_parameters():
         if p.grad is not None:
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-6, msg=name)
+            # As far as float32 itself leaves the digits of kimi-k3-tiny's gradients: a graph has its own kernels.
+            atol = max(1e-6, 1e-4 * p.grad.abs().max().item())
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

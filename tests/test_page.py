@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.test_calls import k3, talking  # noqa: F401  (fixtures)
 from tests.test_server import Served, make, serving, text_of
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -37,7 +38,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(params=SIZES)
 def page(request: pytest.FixtureRequest, browser: Any, server: Served) -> Iterator[Any]:
-    width, height = SIZES[request.param]
+    yield from opened_page(request, browser, server, request.param)
+
+
+def opened_page(request: pytest.FixtureRequest, browser: Any, server: Served, size: str) -> Iterator[Any]:
+    """A page that loads nothing from elsewhere and whose console stays empty."""
+    width, height = SIZES[size]
     opened = browser.new_page(viewport={"width": width, "height": height})
     opened.set_default_timeout(15_000)
     mistakes: list[str] = []
@@ -87,6 +93,10 @@ def test_it_talks_and_shows_what_it_remembers(page: Any, server: Served) -> None
 
 
 def test_memory_moves_while_it_talks_and_stop_stops(page: Any, server: Served) -> None:
+    def without_end(route: Any) -> None:
+        route.continue_(post_data={**route.request.post_data_json, "logit_bias": {"256": -100}})
+
+    page.route("**/v1/chat/completions", without_end)
     page.fill("#seed", "5")
     say(page, "Count for a long time", 4000)
     until(page, "Number(document.querySelector('#tokens').textContent) > 60")
@@ -120,3 +130,34 @@ def test_nothing_is_cut_off_and_mistakes_are_shown(page: Any, server: Served) ->
     assert unlabelled == 0
     page.click("#clear")
     assert page.locator("#log > div").count() == 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_thoughts_stand_apart_and_fold(
+    request: pytest.FixtureRequest, browser: Any, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open while they come, closed by the answer, and sent back as thoughts."""
+    with talking(request.getfixturevalue("k3"), monkeypatch) as (server, say_text):
+        page = next(pages := opened_page(request, browser, server, size))
+        bodies: list[Any] = []
+        page.on("request", lambda each: bodies.append(each.post_data_json) if each.method == "POST" else None)
+        say_text(f"{'hm ' * 40}<|close|>think<|sep|><|open|>response<|sep|>So.<|close|>response<|sep|><|close|>message<|sep|>")
+        page.evaluate(
+            "window.wasOpen = false; new MutationObserver(() => { const box = document.querySelector('.thought');"
+            " if (box?.open && box.lastChild.textContent) window.wasOpen = true; })"
+            ".observe(document.querySelector('#log'), {childList: true, subtree: true, characterData: true});"
+        )
+        say(page, "go", 200)
+        page.wait_for_selector("#send:visible")
+        assert page.inner_text("#log .assistant") == "So."
+        assert page.text_content("#log .thought div") == "hm " * 40
+        assert page.evaluate("window.wasOpen") and not page.evaluate("document.querySelector('.thought').open")
+        page.click("#log .thought summary")
+        assert page.locator("#log .thought div").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+        # An answer that ends in the midst of a thought says so.
+        say(page, "on", 5)
+        page.wait_for_selector("#send:visible")
+        assert "most tokens" in page.inner_text("#log .note") and page.locator("#log .thought").count() == 2
+        assert bodies[-1]["messages"][1] == {"role": "assistant", "content": "So.", "reasoning_content": "hm " * 40}
+        next(pages, None)

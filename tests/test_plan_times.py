@@ -201,15 +201,20 @@ def test_forms_are_told_apart_by_whole_passes(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.skipif(not cpu.serves(), reason="the compiled backend does not run here")
 def test_few_rows_are_calibrated_as_a_step_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the call of a whole sublayer, up to as many rows as a step may have; more rows by the maps alone."""
-    calls: list[str] = []
-    for name in ("mlp", "experts"):
-        inner = getattr(cpu_layer, name)
-        monkeypatch.setattr(cpu_layer, name, lambda *given, name=name, inner=inner: (calls.append(name), inner(*given))[1])
+    calls: list[int] = []
+    inner = cpu_layer.run
+
+    def run(sublayers: Any, x: torch.Tensor, past: tuple[int, ...], is_residual: bool = False) -> torch.Tensor:
+        calls.extend(sublayer.kind for sublayer in sublayers)
+        return inner(sublayers, x, past, is_residual)
+
+    monkeypatch.setattr(cpu_layer, "run", run)
+    mlps, routed = 12 * [cpu_layer.Mlp.kind], 12 * [cpu_layer.Experts.kind]
     monkeypatch.setattr(calibration, "median_seconds", lambda work, repeats: (work(), 1.0)[1])
     with torch.no_grad():
-        assert calibration.linear(FEW) == 2 * FEW * 12 * 3 * 768 * 2048 and calls == 12 * ["mlp"]
+        assert calibration.linear(FEW) == 2 * FEW * 12 * 3 * 768 * 2048 and calls == mlps
         calibration.linear(FEW + 1)
-        assert calibration.experts(1)[0] == 1 and calls == 12 * ["mlp"] + 12 * ["experts"]
+        assert calibration.experts(1)[0] == 1 and calls == mlps + routed
         rows, rate = calibration.experts(4)
     assert 1 <= rows <= 4 and rate == 12 * 6 * 2 * 4 * 256 * 512
 
